@@ -1,0 +1,44 @@
+# Each target does all of its own set-up; nothing is done twice.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+DEV := $(VENV)/.installed-dev
+DEMO := $(VENV)/.installed-demo
+
+.PHONY: demo test test-all lint format docs bench clean
+
+demo: $(DEMO)
+	$(BIN)/blockhf demo
+
+test: lint
+	$(BIN)/pytest -n 2 --dist worksteal
+
+test-all: lint
+	$(BIN)/pytest -n 2 --dist worksteal -m "slow or not slow"
+
+lint: $(DEV)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: $(DEV)
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+bench: $(DEV)
+	$(BIN)/python benchmarks/costs.py
+
+clean:
+	rm -rf $(VENV) build dist site .pytest_cache .mypy_cache .ruff_cache
+
+$(VENV)/bin/python:
+	$(PYTHON) -m venv $(VENV)
+
+$(DEMO): $(VENV)/bin/python pyproject.toml constraints.txt
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e ".[experiments]"
+	touch $@
+
+# The development extras hold those of the demo.
+$(DEV): $(VENV)/bin/python pyproject.toml constraints.txt
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e ".[dev]"
+	touch $@ $(DEMO)

@@ -1,0 +1,112 @@
+"""Fisher matrices: averages of outer products of gradients, sample by sample.
+
+With ``r`` the gradient of a sample's loss with respect to its outputs, the sample's share is
+``Jᵀ r rᵀ J``: a Gauss-Newton matrix whose ``H`` is replaced by ``r rᵀ``. The samples must be told apart
+in the outputs, so these have the samples first, and each sample's outputs depend on that sample alone
+(no BatchNorm in train mode).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.distributions import Distribution
+
+from blockhf.blocks import Block
+from blockhf.curvature.graph import Linearization
+from blockhf.objective import Evaluation, check_outputs
+from blockhf.operators import BlockMatrix
+
+
+@dataclass(frozen=True)
+class EmpiricalFisher:
+    r""":math:`\frac1N \sum_i g_i g_i^\top` with :math:`g_i` the gradient of sample ``i`` on its target."""
+
+    def at(self, evaluation: Evaluation, blocks: Sequence[Block]) -> BlockMatrix:
+        check_outputs(evaluation)
+        num_samples = _check_samples(evaluation)
+        slopes = torch.autograd.grad(
+            evaluation.loss, evaluation.outputs, retain_graph=True, allow_unused=True, materialize_grads=True
+        )
+        # A mean loss has slopes r / N, a sum has slopes r; the matrix is the mean or the sum of r rᵀ.
+        weight = float(num_samples) if evaluation.reduction == "mean" else 1.0
+        return _Matrix(Linearization(evaluation.outputs, blocks), [slopes], weight)
+
+
+@dataclass(frozen=True)
+class MonteCarloFisher:
+    r""":math:`\frac1N \sum_i \mathbb{E}\, g_i g_i^\top` over targets drawn from the model's own prediction.
+
+    Its mean is the Gauss-Newton matrix where the loss is the negative log likelihood in the natural
+    parameters, e.g. cross entropy of logits. The draws are made once per step.
+
+    Args:
+        distribution: From the outputs, as the objective returns them if they are one tensor and as a
+            tuple of tensors otherwise, to the predicted distribution of the targets, e.g.
+            ``lambda logits: Categorical(logits=logits)``.
+        num_draws: How many targets to draw for each sample.
+    """
+
+    distribution: Callable[..., Distribution]
+    num_draws: int = 1
+
+    def __post_init__(self) -> None:
+        if self.num_draws < 1:
+            raise ValueError(f"num_draws is {self.num_draws}, but must be at least 1.")
+
+    def at(self, evaluation: Evaluation, blocks: Sequence[Block]) -> BlockMatrix:
+        check_outputs(evaluation)
+        num_samples = _check_samples(evaluation)
+        leaves = tuple(output.detach().requires_grad_() for output in evaluation.outputs)
+        predicted = self.distribution(*leaves)
+        draws = []
+        for _ in range(self.num_draws):
+            with torch.no_grad():
+                targets = predicted.sample()
+            surprise = -predicted.log_prob(targets).sum()
+            draws.append(
+                torch.autograd.grad(
+                    surprise, leaves, retain_graph=True, allow_unused=True, materialize_grads=True
+                )
+            )
+        samples = num_samples if evaluation.reduction == "mean" else 1
+        return _Matrix(Linearization(evaluation.outputs, blocks), draws, 1.0 / (samples * self.num_draws))
+
+
+@dataclass(frozen=True, eq=False)
+class _Matrix:
+    linearization: Linearization
+    draws: Sequence[Sequence[Tensor]]
+    weight: float
+
+    def product(self, row: int, column: int, vector: Tensor) -> Tensor:
+        tangents = self.linearization.pushforward(column, vector)
+        return self.linearization.pullback(row, self._outer(tangents))
+
+    def _outer(self, tangents: Sequence[Tensor]) -> list[Tensor]:
+        """The sum over draws of ``r (r · t)``, sample by sample."""
+        totals = [torch.zeros_like(tangent) for tangent in tangents]
+        for slopes in self.draws:
+            along = sum(
+                (slope * tangent).flatten(1).sum(1) if slope.dim() > 1 else slope * tangent
+                for slope, tangent in zip(slopes, tangents, strict=True)
+            )
+            assert isinstance(along, Tensor)
+            for total, slope in zip(totals, slopes, strict=True):
+                total.add_(slope * along.view(-1, *[1] * (slope.dim() - 1)), alpha=self.weight)
+        return totals
+
+
+def _check_samples(evaluation: Evaluation) -> int:
+    sizes = {tuple(output.shape[:1]) for output in evaluation.outputs}
+    num_samples = evaluation.num_samples
+    if len(sizes) != 1 or () in sizes or (num_samples is not None and sizes != {(num_samples,)}):
+        shapes = ", ".join(str(tuple(output.shape)) for output in evaluation.outputs)
+        raise ValueError(
+            f"A Fisher matrix needs outputs with the samples first, {num_samples or 'N'} of them, but the "
+            f"outputs have shapes {shapes}. Move the sample dimension to the front, or use GaussNewton()."
+        )
+    return sizes.pop()[0]

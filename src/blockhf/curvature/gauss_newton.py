@@ -1,0 +1,61 @@
+"""The generalized Gauss-Newton matrix, ``Jᵀ H J``."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from blockhf.blocks import Block
+from blockhf.curvature.graph import Linearization
+from blockhf.objective import Evaluation, check_outputs
+from blockhf.operators import BlockMatrix
+
+
+@dataclass(frozen=True)
+class GaussNewton:
+    r""":math:`G = J^\top H J` with ``J`` of the outputs and ``H`` of the loss (Schraudolph, 2002).
+
+    ``H`` is applied by differentiating the objective's own loss with respect to its outputs, so any loss
+    will do. The matrix is positive semi-definite where the loss is convex in the outputs.
+    """
+
+    def at(self, evaluation: Evaluation, blocks: Sequence[Block]) -> BlockMatrix:
+        check_outputs(evaluation)
+        outputs = evaluation.outputs
+        slopes = torch.autograd.grad(
+            evaluation.loss, outputs, create_graph=True, allow_unused=True, materialize_grads=True
+        )
+        curved = tuple(slope for slope in slopes if slope.requires_grad)
+        if not curved:
+            raise ValueError(
+                "The loss is linear in the outputs, so the Gauss-Newton matrix is zero. Return what comes "
+                "before the last nonlinearity as outputs (e.g. the logits), or use curvature=Hessian() or a "
+                "Fisher matrix."
+            )
+        keep = tuple(slope.requires_grad for slope in slopes)
+        return _Matrix(Linearization(outputs, blocks), curved, keep)
+
+
+@dataclass(frozen=True, eq=False)
+class _Matrix:
+    linearization: Linearization
+    slopes: tuple[Tensor, ...]
+    curved: tuple[bool, ...]
+
+    def product(self, row: int, column: int, vector: Tensor) -> Tensor:
+        tangents = self.linearization.pushforward(column, vector)
+        return self.linearization.pullback(row, self._hessian(tangents))
+
+    def _hessian(self, tangents: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        """``H`` times a tangent of the outputs."""
+        return torch.autograd.grad(
+            self.slopes,
+            self.linearization.outputs,
+            [tangent for tangent, curved in zip(tangents, self.curved, strict=True) if curved],
+            retain_graph=True,
+            allow_unused=True,
+            materialize_grads=True,
+        )

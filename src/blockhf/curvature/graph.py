@@ -1,0 +1,57 @@
+"""Products by a cached double backward: works on everything that autograd can differentiate twice.
+
+The model runs once per step. The map from cotangents to gradients, ``u -> Jᵀ u``, is built with a graph
+of its own; it is linear in ``u``, so its transpose, by a second backward pass, is ``v -> J v``. A product
+then takes no forward pass. Tangents start at the block that ``v`` belongs to and cotangents end at the
+block that is asked for, because autograd visits only what lies between.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from blockhf.blocks import Block
+
+
+class Linearization:
+    """``J`` and ``Jᵀ`` of some outputs at one point, block by block."""
+
+    def __init__(self, outputs: Sequence[Tensor], blocks: Sequence[Block]) -> None:
+        self.outputs = tuple(outputs)
+        self.blocks = blocks
+        self._dummies = tuple(torch.zeros_like(output, requires_grad=True) for output in outputs)
+        params = [param for block in blocks for param in block.params]
+        gradients = iter(
+            torch.autograd.grad(self.outputs, params, self._dummies, create_graph=True, allow_unused=True)
+        )
+        self._transposed = [[next(gradients) for _ in block.params] for block in blocks]
+        for block, own in zip(blocks, self._transposed, strict=True):
+            if all(gradient is None for gradient in own):
+                raise ValueError(
+                    f"The outputs do not depend on block {block.name!r}, so it has no curvature. Return all "
+                    "the outputs from which the loss is computed, or freeze the block with "
+                    "requires_grad_(False) or leave it out."
+                )
+
+    def pushforward(self, block: int, vector: Tensor) -> tuple[Tensor, ...]:
+        """``J v`` for a flat vector of a block."""
+        pairs = zip(self._transposed[block], self.blocks[block].unflatten(vector), strict=True)
+        used = [(gradient, tangent) for gradient, tangent in pairs if gradient is not None]
+        return torch.autograd.grad(
+            [gradient for gradient, _ in used],
+            self._dummies,
+            [tangent for _, tangent in used],
+            retain_graph=True,
+            allow_unused=True,
+            materialize_grads=True,
+        )
+
+    def pullback(self, block: int, cotangents: Sequence[Tensor]) -> Tensor:
+        """The flat vector ``Jᵀ u`` of a block."""
+        gradients = torch.autograd.grad(
+            self.outputs, self.blocks[block].params, cotangents, retain_graph=True, allow_unused=True
+        )
+        return self.blocks[block].flatten(gradients)

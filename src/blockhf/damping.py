@@ -1,0 +1,95 @@
+"""How much ``damping * I`` is added to a block's matrix, and how that follows what steps achieve.
+
+A rule is arithmetic on numbers. The value itself lives in the block's parameter group, under
+``"damping"``, where it is saved with the optimizer and can be read and edited by hand.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a step achieved, as a damping rule sees it.
+
+    Attributes:
+        accepted: Whether the parameters moved.
+        ratio: Actual over predicted reduction of the loss; ``None`` where the loss was not evaluated.
+        coefficient: The share of the block's direction that was taken.
+    """
+
+    accepted: bool
+    ratio: float | None = None
+    coefficient: float = 1.0
+
+
+class DampingRule(Protocol):
+    """Where a block's damping starts and how it goes on."""
+
+    @property
+    def initial(self) -> float: ...
+
+    @property
+    def needs_ratio(self) -> bool:
+        """Whether the rule makes sense only with a search that evaluates the loss after the step."""
+        ...
+
+    def update(self, damping: float, outcome: Outcome) -> float: ...
+
+
+@dataclass(frozen=True)
+class Constant:
+    """The same damping all along; the paper's choice."""
+
+    initial: float = 0.0
+    needs_ratio: bool = False
+
+    def __post_init__(self) -> None:
+        _check(self.initial >= 0, f"damping is {self.initial}, but must not be negative.")
+
+    def update(self, damping: float, outcome: Outcome) -> float:
+        return damping
+
+
+@dataclass(frozen=True)
+class LevenbergMarquardt:
+    """Less damping where the quadratic model foretold the loss well, more where it did not.
+
+    Above a reduction ratio of ``good`` the damping is multiplied by ``factor``, below ``bad``, or where
+    a step was rejected, divided by it (Martens, 2010, section 4.1, with his constants).
+
+    >>> rule = LevenbergMarquardt(factor=0.5)
+    >>> rule.update(1.0, Outcome(accepted=True, ratio=0.9)), rule.update(1.0, Outcome(accepted=False))
+    (0.5, 2.0)
+    """
+
+    initial: float = 0.1
+    factor: float = 2 / 3
+    good: float = 0.75
+    bad: float = 0.25
+    floor: float = 1e-8
+    ceiling: float = 1e8
+    needs_ratio: bool = True
+
+    def __post_init__(self) -> None:
+        _check(0 < self.factor < 1, f"factor is {self.factor}, but must be between 0 and 1.")
+        _check(self.bad <= self.good, f"bad is {self.bad}, but must not be above good, {self.good}.")
+        _check(
+            0 < self.floor <= self.initial <= self.ceiling,
+            f"initial is {self.initial}, but must be between the floor, {self.floor}, which must be "
+            f"positive, and the ceiling, {self.ceiling}.",
+        )
+
+    def update(self, damping: float, outcome: Outcome) -> float:
+        if not outcome.accepted or (outcome.ratio is not None and outcome.ratio < self.bad):
+            damping /= self.factor
+        elif outcome.ratio is not None and outcome.ratio > self.good:
+            damping *= self.factor
+        return min(max(damping, self.floor), self.ceiling)
+
+
+def _check(holds: bool, message: str) -> None:
+    if not holds:
+        raise ValueError(message)

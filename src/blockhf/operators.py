@@ -1,0 +1,83 @@
+"""Symmetric matrices that are known only through their products. No autograd here."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+
+class LinearOperator(Protocol):
+    """A symmetric matrix known only through its products."""
+
+    def __matmul__(self, vector: Tensor, /) -> Tensor: ...
+
+
+class BlockMatrix(Protocol):
+    """A symmetric matrix in blocks, known only through the products of each block."""
+
+    def product(self, row: int, column: int, vector: Tensor) -> Tensor:
+        """The block at ``row`` and ``column``, times a vector of the column's block."""
+        ...
+
+
+@dataclass(frozen=True)
+class DiagonalBlock:
+    """One block on the diagonal of a matrix in blocks."""
+
+    matrix: BlockMatrix
+    index: int
+
+    def __matmul__(self, vector: Tensor) -> Tensor:
+        return self.matrix.product(self.index, self.index, vector)
+
+
+@dataclass(frozen=True)
+class Damped:
+    """``operator + damping * I``, never formed.
+
+    >>> Damped(Dense(torch.eye(2)), 0.5) @ torch.ones(2)
+    tensor([1.5000, 1.5000])
+    """
+
+    operator: LinearOperator
+    damping: float
+
+    def __matmul__(self, vector: Tensor) -> Tensor:
+        product = self.operator @ vector
+        return product if self.damping == 0.0 else product.add(vector, alpha=self.damping)
+
+
+@dataclass(frozen=True)
+class Dense:
+    """A matrix that is there."""
+
+    matrix: Tensor
+
+    def __matmul__(self, vector: Tensor) -> Tensor:
+        return self.matrix @ vector
+
+
+@dataclass(frozen=True)
+class Sum:
+    """The sum of operators."""
+
+    operators: Sequence[LinearOperator]
+
+    def __matmul__(self, vector: Tensor) -> Tensor:
+        return torch.stack([operator @ vector for operator in self.operators]).sum(0)
+
+
+class Counted:
+    """An operator that counts its products."""
+
+    def __init__(self, operator: LinearOperator) -> None:
+        self.operator = operator
+        self.num_products = 0
+
+    def __matmul__(self, vector: Tensor) -> Tensor:
+        self.num_products += 1
+        return self.operator @ vector

@@ -1,0 +1,474 @@
+"""``BlockHF``: the only room that knows all the others."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from blockhf.blocks import Block, check_block
+from blockhf.curvature import Curvature, GaussNewton, linearize
+from blockhf.damping import Constant, DampingRule, LevenbergMarquardt, Outcome
+from blockhf.objective import Objective, Problem, Reduction
+from blockhf.operators import Counted, Damped, DiagonalBlock
+from blockhf.preconditioners import Preconditioner
+from blockhf.report import BlockReport, StepReport, Stopwatch
+from blockhf.search import Backtracking, Choice, FixedStep, Proposal, Search
+from blockhf.solvers import BlockSolver, ConjugateGradient, Solution, Status, System
+
+_POLICIES = ("curvature", "damping", "search", "solver", "preconditioner")
+_SETTINGS = ("curvature_batch_size", "micro_batch_size", "reduction", "measure_memory")
+
+
+class BlockHF(Optimizer):
+    """Block-diagonal Hessian-free optimization.
+
+    A parameter group is a block; ``blockhf.blocks`` makes groups from a model. For each block the local
+    quadratic model of the loss is minimized by conjugate gradients, which multiply with the block's part
+    of the curvature matrix and never form it. One group is ordinary Hessian-free optimization.
+
+    Every option of the first list is a group option: groups may set their own, and each is read afresh
+    at each step, so schedulers and edits of ``param_groups`` take effect.
+
+    Args:
+        params: Groups, as from ``blocks.by_module(model)``, or parameters, which make one block.
+        lr: Multiplies the block's direction before the search.
+        damping: Added to the diagonal of the block's matrix: a number, or a rule that adapts it.
+        max_cg_steps: The most CG iterations in a step.
+        cg_rtol: CG stops where the residual has fallen to this share of the gradient.
+        cg_progress: CG stops where the model no longer improves by this share per iteration
+            (``solvers.conjugate_gradient`` has the rule); 0 switches it off.
+        warm_start: CG starts from this multiple of the last solution; 0 starts from zero.
+        slow_start: ``(num_updates, max_cg_steps)``: fewer CG iterations in the first updates.
+
+        curvature_batch_size: How many samples of the batch, from its front, curvature is taken from.
+        micro_batch_size: How many samples are in memory at a time; the result is the same.
+        reduction: Whether the objective's loss is the mean or the sum over its samples.
+        curvature: Which matrix: ``GaussNewton()``, ``Hessian()``, ``EmpiricalFisher()``, …
+        search: How far to go: ``Backtracking()``, ``FixedStep()``, ``BestIterate()``.
+        solver: Solves the blocks' systems: ``ConjugateGradient()``.
+        preconditioner: Makes an approximate inverse of each block's matrix for CG.
+        measure_memory: Whether the report has the peak memory by phase. The peak is that of the device,
+            or on the CPU of the process, and is reset for the purpose.
+
+    Example:
+        >>> from torch import nn
+        >>> from blockhf import blocks
+        >>> _ = torch.manual_seed(0)
+        >>> model = nn.Linear(3, 1)
+        >>> inputs, targets = torch.randn(20, 3), torch.randn(20, 1)
+        >>> def objective(batch):
+        ...     outputs = model(batch[0])
+        ...     return outputs, nn.functional.mse_loss(outputs, batch[1])
+        >>> optimizer = BlockHF(blocks.single(model))
+        >>> first = optimizer.step(objective, (inputs, targets))
+        >>> optimizer.report.accepted, bool(optimizer.report.loss_after < first)
+        (True, True)
+    """
+
+    report: StepReport | None
+    """What the last step did."""
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        *,
+        lr: float = 1.0,
+        damping: float | DampingRule | None = None,
+        max_cg_steps: int = 50,
+        cg_rtol: float = 1e-6,
+        cg_progress: float = 5e-4,
+        warm_start: float = 0.95,
+        slow_start: tuple[int, int] | None = None,
+        curvature_batch_size: int | None = None,
+        micro_batch_size: int | None = None,
+        reduction: Reduction = "mean",
+        curvature: Curvature | None = None,
+        search: Search | None = None,
+        solver: BlockSolver | None = None,
+        preconditioner: Preconditioner | None = None,
+        measure_memory: bool = True,
+    ) -> None:
+        self.curvature: Curvature = curvature or GaussNewton()
+        self.damping: DampingRule = (
+            LevenbergMarquardt()
+            if damping is None
+            else Constant(float(damping))
+            if isinstance(damping, (int, float))
+            else damping
+        )
+        self.search: Search = search or Backtracking()
+        self.solver: BlockSolver = solver or ConjugateGradient()
+        self.preconditioner = preconditioner
+        self.curvature_batch_size = curvature_batch_size
+        self.micro_batch_size = micro_batch_size
+        self.reduction: Reduction = reduction
+        self.measure_memory = measure_memory
+        self.report = None
+        self._check_settings()
+        defaults = {
+            "lr": lr,
+            "damping": self.damping.initial,
+            "max_cg_steps": max_cg_steps,
+            "cg_rtol": cg_rtol,
+            "cg_progress": cg_progress,
+            "warm_start": warm_start,
+            "slow_start": slow_start,
+        }
+        super().__init__(params, defaults)
+
+    @classmethod
+    def paper(
+        cls,
+        params: Iterable[Any],
+        *,
+        lr: float = 0.1,
+        damping: float = 0.0,
+        max_cg_steps: int = 30,
+        cg_rtol: float = 0.0,
+        warm_start: float = 0.95,
+        **options: Any,
+    ) -> BlockHF:
+        """Algorithm 1 of the paper to the letter.
+
+        Plain CG on the Gauss-Newton matrix with constant damping, warm-started, and a fixed step.
+
+        Args:
+            params: As for ``BlockHF``.
+            lr: The learning rate.
+            damping: The constant damping.
+            max_cg_steps: The most CG iterations.
+            cg_rtol: The CG stop criterion.
+            warm_start: The paper's "momentum".
+            options: Further options of ``BlockHF``, e.g. ``curvature_batch_size`` and ``slow_start``.
+        """
+        return cls(
+            params,
+            lr=lr,
+            damping=damping,
+            max_cg_steps=max_cg_steps,
+            cg_rtol=cg_rtol,
+            cg_progress=0.0,
+            warm_start=warm_start,
+            **{"search": FixedStep(), **options},
+        )
+
+    @torch.enable_grad()
+    def step(self, objective: Objective, batch: Any = None, curvature: Any = None) -> Tensor:  # type: ignore[override]
+        """Make one update; ``report`` then says what it did.
+
+        Args:
+            objective: Returns outputs and loss for a batch, or without arguments if there is no batch.
+            batch: The gradient batch: any nesting of tensors whose first dimension is that of the samples.
+            curvature: The curvature batch, if it is not to be the front of the gradient batch.
+
+        Returns:
+            The loss at the starting point.
+        """
+        problem = self._problem(objective, batch, curvature)
+        watch = Stopwatch(problem.devices[0], memory=self.measure_memory)
+        found = self._directions(problem, watch)
+        if found.reason is not None:
+            return self._reject(found, found.reason)
+
+        with watch.phase("search"):
+            choice = self.search.choose(problem, float(found.loss), found.proposals)
+            if choice.update is None:
+                return self._reject(found, choice.reason)
+            problem.commit(choice.update)
+        return self._accept(found, choice)
+
+    @torch.enable_grad()
+    def direction(self, objective: Objective, batch: Any = None, curvature: Any = None) -> Tensor:
+        """Write the negated directions into ``.grad`` and leave the parameters to another optimizer.
+
+        Arguments and result are those of ``step``. Where the directions cannot be had, because something
+        is not finite, ``.grad`` becomes ``None``, and other optimizers skip the parameter.
+        """
+        problem = self._problem(objective, batch, curvature)
+        watch = Stopwatch(problem.devices[0], memory=self.measure_memory)
+        found = self._directions(problem, watch)
+        if found.reason is not None:
+            self.zero_grad(set_to_none=True)
+            return self._reject(found, found.reason)
+        for block, proposal in zip(problem.blocks, found.proposals, strict=True):
+            for param, change in zip(block.params, block.unflatten(proposal.direction), strict=True):
+                param.grad = change.neg()
+        problem.commit(None)
+        return self._accept(found, Choice(None, "directions written to .grad"))
+
+    def _directions(self, problem: Problem, watch: Stopwatch) -> _Found:
+        """Steps 1 to 3 of the paper's Algorithm 1."""
+        # 1. The gradient on the gradient batch.
+        with watch.phase("gradient"):
+            loss, gradient = problem.differentiate()
+            found = _Found(problem, watch, loss, self._groups(problem.blocks))
+            if not _finite(loss):
+                return found.failed("the loss is not finite", sound=False)
+            if not all(map(_finite, gradient)):
+                return found.failed("the gradient is not finite", sound=False)
+
+        # 2. The curvature on a part of it, ready for products.
+        with watch.phase("curvature"):
+            matrix = linearize(self.curvature, problem)
+            dampings = [float(group["damping"]) for group in found.groups]
+            inverses: Sequence[Any] = [None] * len(gradient)
+            if self.preconditioner is not None:
+                inverses = self.preconditioner.prepare(problem, matrix, dampings)
+
+        # 3. Conjugate gradients on each block.
+        with watch.phase("solve"):
+            counters = [Counted(DiagonalBlock(matrix, index)) for index in range(len(gradient))]
+            systems = [
+                System(
+                    operator=Damped(counter, damping),
+                    rhs=-slope,
+                    start=self._start(group, block),
+                    preconditioner=inverse,
+                    rtol=group["cg_rtol"],
+                    progress=group["cg_progress"],
+                    max_steps=self._max_steps(group, block),
+                    record=self.search.record,
+                )
+                for counter, damping, slope, group, block, inverse in zip(
+                    counters, dampings, gradient, found.groups, problem.blocks, inverses, strict=True
+                )
+            ]
+            found.solutions = self.solver.solve(systems, matrix)
+            found.num_products = [counter.num_products for counter in counters]
+            found.proposals = [
+                Proposal(slope, solution.x, solution.model, damping, float(group["lr"]), solution.iterates)
+                for slope, solution, damping, group in zip(
+                    gradient, found.solutions, dampings, found.groups, strict=True
+                )
+            ]
+            if any(solution.status is Status.NON_FINITE for solution in found.solutions):
+                return found.failed("the curvature is not finite")
+            if all(proposal.norm == 0.0 for proposal in found.proposals) and any(
+                solution.status is Status.NONPOSITIVE_CURVATURE for solution in found.solutions
+            ):
+                return found.failed("no block has a direction of positive curvature")
+        return found
+
+    def _accept(self, found: _Found, choice: Choice) -> Tensor:
+        for group, block, solution in zip(found.groups, found.problem.blocks, found.solutions, strict=True):
+            for param, own in zip(block.params, block.unflatten(solution.x), strict=True):
+                state = self.state[param]
+                state["step"] = state.get("step", 0) + 1
+                if group["warm_start"] > 0:
+                    state["direction"] = own.clone()
+        ratio = None
+        if choice.loss is not None and choice.change < 0:
+            ratio = (choice.loss - float(found.loss)) / choice.change
+        self.report = self._report(found, choice, accepted=True, ratio=ratio)
+        self._adapt(found, [Outcome(True, ratio, share) for share in found.shares(choice)])
+        return found.loss
+
+    def _reject(self, found: _Found, reason: str) -> Tensor:
+        """Leave parameters, buffers and state alone; more damping where damping can be to blame."""
+        self.report = self._report(found, Choice(None, reason), accepted=False)
+        if found.sound:
+            self._adapt(found, [Outcome(False) for _ in found.groups])
+        return found.loss
+
+    def _adapt(self, found: _Found, outcomes: Sequence[Outcome]) -> None:
+        for group, outcome in zip(found.groups, outcomes, strict=True):
+            group["damping"] = self.damping.update(float(group["damping"]), outcome)
+
+    def _problem(self, objective: Objective, batch: Any, curvature: Any) -> Problem:
+        for group in self.param_groups:
+            _check_options(group["name"], group)
+        blocks = []
+        for group in self.param_groups:
+            if trainable := tuple(param for param in group["params"] if param.requires_grad):
+                blocks.append(Block(group["name"], trainable))
+        if not blocks:
+            raise ValueError("Every parameter is frozen. Thaw some with requires_grad_(True).")
+        return Problem(
+            objective,
+            batch,
+            blocks,
+            self.curvature_batch_size if curvature is None else curvature,
+            self.micro_batch_size,
+            self.reduction,
+        )
+
+    def _groups(self, blocks: Sequence[Block]) -> list[dict[str, Any]]:
+        groups = {group["name"]: group for group in self.param_groups}
+        return [groups[block.name] for block in blocks]
+
+    def _start(self, group: dict[str, Any], block: Block) -> Tensor | None:
+        last = [self.state.get(param, {}).get("direction") for param in block.params]
+        if group["warm_start"] == 0 or all(direction is None for direction in last):
+            return None
+        return block.flatten(last).mul_(group["warm_start"])
+
+    def _max_steps(self, group: dict[str, Any], block: Block) -> int:
+        if group["slow_start"] is not None:
+            num_updates, max_cg_steps = group["slow_start"]
+            if self._updates(block.params[0]) < num_updates:
+                return int(min(max_cg_steps, group["max_cg_steps"]))
+        return int(group["max_cg_steps"])
+
+    def _report(
+        self, found: _Found, choice: Choice, *, accepted: bool, ratio: float | None = None
+    ) -> StepReport:
+        done = max(self._updates(param) for block in found.problem.blocks for param in block.params)
+        return StepReport(
+            step=done if accepted else done + 1,
+            accepted=accepted,
+            reason=choice.reason,
+            loss=float(found.loss),
+            loss_after=choice.loss,
+            predicted=choice.change if accepted else None,
+            ratio=ratio,
+            blocks=self._block_reports(found, choice) if found.solutions else (),
+            work={
+                **dataclasses.asdict(found.problem.work),
+                "gradient_batch": found.problem.num_samples,
+                "curvature_batch": found.problem.num_curvature_samples,
+            },
+            phases=found.watch.phases,
+        )
+
+    def _block_reports(self, found: _Found, choice: Choice) -> list[BlockReport]:
+        return [
+            BlockReport(
+                name=block.name,
+                size=block.size,
+                status=str(solution.status),
+                num_steps=solution.num_steps,
+                num_products=num_products,
+                residual=solution.residual,
+                decrease=-solution.model,
+                damping=proposal.damping,
+                norm=proposal.norm,
+                coefficient=share,
+            )
+            for block, solution, num_products, proposal, share in zip(
+                found.problem.blocks,
+                found.solutions,
+                found.num_products,
+                found.proposals,
+                found.shares(choice),
+                strict=True,
+            )
+        ]
+
+    def _updates(self, param: Tensor) -> int:
+        return int(self.state[param]["step"]) if param in self.state else 0
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a block."""
+        group = dict(param_group)
+        group["params"] = [group["params"]] if isinstance(group["params"], Tensor) else list(group["params"])
+        name = str(group.setdefault("name", f"block{len(self.param_groups)}"))
+        named = [
+            item if isinstance(item, tuple) else (f"number {index}", item)
+            for index, item in enumerate(group["params"])
+        ]
+        check_block(name, named)
+        for other in self.param_groups:
+            if other["name"] == name:
+                raise ValueError(f"Two blocks have the name {name!r}. Rename one.")
+            taken = set(other["params"])
+            for label, param in named:
+                if param in taken:
+                    raise ValueError(
+                        f"Parameter {label} is in two blocks, {other['name']!r} and {name!r}. "
+                        "Leave it in one of them."
+                    )
+        _check_options(name, {**self.defaults, **group})
+        super().add_param_group(group)
+
+    def state_dict(self) -> dict[str, Any]:
+        """As with any optimizer, and the state of those policies that have one under ``"policies"``."""
+        state = super().state_dict()
+        state["policies"] = {
+            name: policy.state_dict() for name, policy in self._policies() if hasattr(policy, "state_dict")
+        }
+        return state
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load a state, after which the next step is the one that the saved optimizer would have made."""
+        super().load_state_dict(state_dict)
+        saved = state_dict.get("policies", {})
+        for name, policy in self._policies():
+            if hasattr(policy, "load_state_dict") and name in saved:
+                policy.load_state_dict(saved[name])
+
+    def __getstate__(self) -> dict[str, Any]:
+        own = {name: getattr(self, name) for name in (*_POLICIES, *_SETTINGS, "report")}
+        return {**super().__getstate__(), **own}
+
+    def _policies(self) -> list[tuple[str, Any]]:
+        return [(name, getattr(self, name)) for name in _POLICIES]
+
+    def _check_settings(self) -> None:
+        if self.reduction not in ("mean", "sum"):
+            raise ValueError(f"reduction is {self.reduction!r}, but must be 'mean' or 'sum'.")
+        for name in ("curvature_batch_size", "micro_batch_size"):
+            value = getattr(self, name)
+            if value is not None and (not isinstance(value, int) or value < 1):
+                raise ValueError(f"{name} is {value!r}, but must be a whole number of at least 1, or None.")
+        if self.damping.needs_ratio and not self.search.evaluates:
+            raise ValueError(
+                f"{type(self.damping).__name__} needs the loss after each step, which "
+                f"{type(self.search).__name__} does not evaluate. Use FixedStep(evaluates=True) or "
+                "Backtracking(), or a constant damping."
+            )
+
+
+@dataclasses.dataclass
+class _Found:
+    """What a step knows before it decides how far to go."""
+
+    problem: Problem
+    watch: Stopwatch
+    loss: Tensor
+    groups: list[dict[str, Any]]
+    solutions: list[Solution] = dataclasses.field(default_factory=list)
+    proposals: list[Proposal] = dataclasses.field(default_factory=list)
+    num_products: list[int] = dataclasses.field(default_factory=list)
+    reason: str | None = None
+    sound: bool = True
+
+    def failed(self, reason: str, *, sound: bool = True) -> _Found:
+        """No directions; ``sound`` says whether at least loss and gradient were finite."""
+        self.reason, self.sound = reason, sound
+        return self
+
+    def shares(self, choice: Choice) -> Sequence[float]:
+        return choice.coefficients or [0.0] * len(self.groups)
+
+
+def _finite(tensor: Tensor) -> bool:
+    return bool(tensor.isfinite().all())
+
+
+def _check_options(block: str, options: dict[str, Any]) -> None:
+    def demand(name: str, holds: Any, bound: str) -> None:
+        value = options[name]
+        try:
+            fine = bool(holds(value))
+        except (TypeError, ValueError):
+            fine = False
+        if not fine:
+            raise ValueError(f"{name} of block {block!r} is {value!r}, but must be {bound}.")
+
+    demand("lr", lambda lr: 0 <= float(lr) < math.inf, "a number of at least 0")
+    demand("damping", lambda damping: 0 <= float(damping) < math.inf, "a number of at least 0")
+    demand("max_cg_steps", lambda steps: steps >= 1 and steps == int(steps), "a whole number of at least 1")
+    demand("cg_rtol", lambda rtol: 0 <= rtol < 1, "at least 0 and below 1")
+    demand("cg_progress", lambda progress: 0 <= progress < 1, "at least 0 and below 1")
+    demand("warm_start", lambda share: 0 <= share <= 1, "between 0 and 1")
+    demand(
+        "slow_start",
+        lambda slow: slow is None or (len(slow) == 2 and slow[0] >= 0 and slow[1] >= 1),
+        "None or a pair (num_updates, max_cg_steps) of whole numbers",
+    )

@@ -1,0 +1,173 @@
+"""What a step did, block by block: a record to print, to log and to test against."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import math
+import re
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+
+@dataclass(frozen=True)
+class BlockReport:
+    """What conjugate gradients did in one block.
+
+    Attributes:
+        name: The block.
+        size: Its number of parameters.
+        status: Why the solver stopped.
+        num_steps: Iterations.
+        num_products: Products with the block's matrix.
+        residual: Norm of the residual relative to that of the gradient.
+        decrease: By how much the block's damped model falls at the full direction.
+        damping: The damping of this step.
+        norm: Length of the direction.
+        coefficient: The share of the direction that was taken; zero in a rejected step.
+    """
+
+    name: str
+    size: int
+    status: str
+    num_steps: int
+    num_products: int
+    residual: float
+    decrease: float
+    damping: float
+    norm: float
+    coefficient: float = 0.0
+
+
+@dataclass(frozen=True)
+class Phase:
+    """The cost of one phase of a step; memory is ``None`` where the machine does not tell."""
+
+    seconds: float
+    peak_bytes: int | None
+
+
+@dataclass(frozen=True)
+class StepReport:
+    """What one step did.
+
+    Attributes:
+        step: The number of the step, from 1.
+        accepted: Whether the parameters moved.
+        reason: Why, or why not.
+        loss: The loss before the step, on the gradient batch.
+        loss_after: The loss after it, where it is known.
+        predicted: The change of the loss that the quadratic models foretold.
+        ratio: Actual over predicted change; near 1 the models are good.
+        blocks: One record per block.
+        work: Passes and samples that the step asked of the objective.
+        phases: Time and peak memory of each phase.
+    """
+
+    step: int
+    accepted: bool
+    reason: str
+    loss: float
+    loss_after: float | None = None
+    predicted: float | None = None
+    ratio: float | None = None
+    blocks: Sequence[BlockReport] = ()
+    work: dict[str, int] = field(default_factory=dict)
+    phases: dict[str, Phase] = field(default_factory=dict)
+
+    @property
+    def seconds(self) -> float:
+        """Time of the whole step."""
+        return sum(phase.seconds for phase in self.phases.values())
+
+    @property
+    def num_products(self) -> int:
+        """Products of all blocks together."""
+        return sum(block.num_products for block in self.blocks)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Numbers, strings, lists and dicts alone, fit for JSON: a number that is not finite is a string."""
+        return {**_plain(dataclasses.asdict(self)), "seconds": self.seconds}
+
+    def __str__(self) -> str:
+        after = "" if self.loss_after is None else f" -> {self.loss_after:.6g}"
+        ratio = "" if self.ratio is None else f", ratio {self.ratio:.2f}"
+        verdict = "accepted" if self.accepted else "rejected"
+        lines = [
+            f"step {self.step}: loss {self.loss:.6g}{after}{ratio}, {verdict}: {self.reason} "
+            f"({self.seconds:.2f} s)"
+        ]
+        width = max((len(block.name) for block in self.blocks), default=0)
+        for block in self.blocks:
+            lines.append(
+                f"  {block.name:<{width}}  {block.num_steps:3d} CG steps, {block.status}, residual "
+                f"{block.residual:.1e}, damping {block.damping:.2g}, |d| {block.norm:.3g}, "
+                f"model {-block.decrease:+.3g}, taken {block.coefficient:.3g}"
+            )
+        spent = [
+            f"{name} {phase.seconds:.2f} s"
+            + ("" if phase.peak_bytes is None else f" / {phase.peak_bytes / 2**20:.0f} MiB")
+            for name, phase in self.phases.items()
+        ]
+        if spent:
+            lines.append("  " + ", ".join(spent))
+        return "\n".join(lines)
+
+
+class Stopwatch:
+    """Measures the phases of a step, one after the other."""
+
+    def __init__(self, device: torch.device, *, memory: bool) -> None:
+        self.phases: dict[str, Phase] = {}
+        self._peak = _Peak(device) if memory else None
+
+    @contextlib.contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        if self._peak is not None:
+            self._peak.reset()
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            seconds = time.perf_counter() - start
+            self.phases[name] = Phase(seconds, None if self._peak is None else self._peak.read())
+
+
+class _Peak:
+    """Peak memory since the last reset: of the device if it keeps count, else of the process on Linux."""
+
+    _RESET = Path("/proc/self/clear_refs")
+    _STATUS = Path("/proc/self/status")
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+
+    def reset(self) -> None:
+        with contextlib.suppress(OSError, RuntimeError):
+            if self.device.type == "cpu":
+                self._RESET.write_text("5")
+            else:
+                torch.accelerator.reset_peak_memory_stats(self.device)
+
+    def read(self) -> int | None:
+        with contextlib.suppress(OSError, RuntimeError):
+            if self.device.type != "cpu":
+                return int(torch.accelerator.max_memory_allocated(self.device))
+            found = re.search(r"VmHWM:\s+(\d+) kB", self._STATUS.read_text())
+            return None if found is None else int(found[1]) * 1024
+        return None
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _plain(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(item) for item in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    return value

@@ -1,0 +1,246 @@
+"""Conjugate gradients: the one solver, its stopping rules, and how it says why it stopped.
+
+Nothing here has heard of networks: a solver sees an operator and flat vectors. On a device the loop
+never waits for a number, except to look every few iterations whether it is over. Iterations that were
+started in vain leave everything as it was, so looking less often changes the cost and nothing else.
+"""
+
+from __future__ import annotations
+
+import enum
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from blockhf.operators import BlockMatrix, LinearOperator
+
+
+class Status(enum.Enum):
+    """Why a solver stopped."""
+
+    CONVERGED = "the residual is small enough"
+    STALLED = "the last iterations no longer lowered the model noticeably"
+    STEP_LIMIT = "the number of iterations is used up"
+    NONPOSITIVE_CURVATURE = (
+        "a direction of zero or negative curvature: the matrix is not positive definite; more damping, or "
+        "Gauss-Newton instead of the Hessian, would help"
+    )
+    NON_FINITE = (
+        "a product or a step is infinite or not a number: the curvature overflows; look at the samples, the "
+        "precision, and whether the model has diverged"
+    )
+
+    def __str__(self) -> str:
+        return self.name.lower().replace("_", " ")
+
+
+@dataclass(frozen=True)
+class Iterate:
+    """A solution on the way: after ``step`` iterations, with the value of the quadratic model."""
+
+    step: int
+    x: Tensor
+    model: float
+
+
+@dataclass(frozen=True)
+class Solution:
+    """What a solver found.
+
+    Attributes:
+        x: The best solution that was reached. It is finite, whatever the status.
+        status: Why the solver stopped.
+        num_steps: Iterations that changed ``x``.
+        num_products: Products with the operator, the one for a start vector included.
+        residual: Norm of ``b - A x`` relative to that of ``b``.
+        model: The value of ``x @ A @ x / 2 - b @ x``; zero at ``x = 0``, negative where ``x`` is better.
+        iterates: Solutions on the way, at geometric intervals, if they were asked for.
+    """
+
+    x: Tensor
+    status: Status
+    num_steps: int
+    num_products: int
+    residual: float
+    model: float
+    iterates: Sequence[Iterate] = field(default=())
+
+
+# The order in which the ends of one iteration count.
+_RUNNING, _CONVERGED, _STALLED, _NONPOSITIVE, _NON_FINITE = range(5)
+_STATUS = {
+    _RUNNING: Status.STEP_LIMIT,
+    _CONVERGED: Status.CONVERGED,
+    _STALLED: Status.STALLED,
+    _NONPOSITIVE: Status.NONPOSITIVE_CURVATURE,
+    _NON_FINITE: Status.NON_FINITE,
+}
+
+
+def conjugate_gradient(
+    A: LinearOperator,
+    b: Tensor,
+    x: Tensor | None = None,
+    *,
+    preconditioner: LinearOperator | None = None,
+    rtol: float = 0.0,
+    progress: float = 0.0,
+    max_steps: int,
+    record: float | None = None,
+    check_every: int | None = None,
+) -> Solution:
+    r"""Minimize :math:`\phi(x) = \tfrac12 x^\top A x - b^\top x` (Hestenes & Stiefel, 1952).
+
+    Args:
+        A: A symmetric positive definite operator.
+        b: The right-hand side.
+        x: Where to start; ``None`` is zero and saves a product.
+        preconditioner: An approximate inverse of ``A``, symmetric positive definite.
+        rtol: Stop where :math:`\lVert b - A x \rVert \le \text{rtol} \cdot \lVert b \rVert`.
+        progress: Martens' rule (2010, section 4.4): stop after iteration :math:`i` where
+            :math:`\phi(x_i) < 0` and :math:`(\phi(x_i) - \phi(x_{i-k})) / \phi(x_i) < k \epsilon` with
+            :math:`k = \max(10, i / 10)`. Zero switches it off.
+        max_steps: The most iterations to make.
+        record: Keep iterates at steps that grow by this factor (Martens takes 1.3), the last included.
+        check_every: Look every so many iterations whether it is over. By default at each one on the CPU,
+            where a look is free, and at every tenth on a device, where it waits for the device.
+
+    Returns:
+        The solution. A matrix that is not positive definite, or not finite, is no error: it is the status
+        of the solution, whose ``x`` is the last good iterate.
+
+    >>> from blockhf.operators import Dense
+    >>> A = Dense(torch.diag(torch.tensor([1.0, 2.0])))
+    >>> solution = conjugate_gradient(A, torch.ones(2), max_steps=5, rtol=1e-6)
+    >>> solution.x, str(solution.status), solution.num_steps
+    (tensor([1.0000, 0.5000]), 'converged', 2)
+    """
+    if check_every is None:
+        check_every = 1 if b.device.type == "cpu" else 10
+    marks = _geometric(record, max_steps)
+    recorded: list[tuple[int, Tensor]] = []
+
+    num_products = 0 if x is None else 1
+    r = b.clone() if x is None else b - A @ x
+    x = torch.zeros_like(b) if x is None else x.clone()
+    z = r if preconditioner is None else preconditioner @ r
+    p, rz, rr = z.clone(), r @ z, r @ r
+    goal = (rtol * torch.linalg.vector_norm(b)) ** 2
+    zero = b.new_zeros(())
+    # The model costs no product: A x = b - r at the start, and each step lowers it by alpha * rz / 2.
+    models = b.new_zeros(max_steps + 1)
+    models[0] = -0.5 * (x @ (b + r))
+    end = torch.where(rr <= goal, _CONVERGED, _RUNNING)
+    end = _first(end, ~(rr.isfinite() & rz.isfinite()), _NON_FINITE)
+    num_steps = torch.zeros((), dtype=torch.long, device=b.device)
+
+    for step in range(1, max_steps + 1):
+        if (step - 1) % check_every == 0 and int(end) != _RUNNING:
+            break
+        Ap = A @ p
+        num_products += 1
+        curvature = p @ Ap
+        alpha = rz / curvature
+        end = _first(end, (curvature <= 0) | (rz <= 0), _NONPOSITIVE)
+        end = _first(end, ~(curvature.isfinite() & alpha.isfinite()), _NON_FINITE)
+        running = end == _RUNNING
+        alpha = torch.where(running, alpha, zero)
+        if check_every > 1:
+            Ap = torch.where(running, Ap, zero)
+        x.addcmul_(p, alpha)
+        r.addcmul_(Ap, alpha, value=-1)
+        z = r if preconditioner is None else preconditioner @ r
+        rz_new = r @ z
+        rr_new = rz_new if preconditioner is None else r @ r
+        num_steps += running
+        models[step] = models[step - 1] - 0.5 * alpha * rz
+        if step in marks:
+            recorded.append((step, x.clone()))
+
+        end = _first(end, ~(rr_new.isfinite() & rz_new.isfinite()), _NON_FINITE)
+        running = end == _RUNNING
+        if check_every > 1:
+            z = torch.where(running, z, zero)
+        torch.addcmul(z, p, torch.where(running, rz_new / rz, zero), out=p)
+        rz, rr = torch.where(running, rz_new, rz), torch.where(running, rr_new, rr)
+        end = _first(end, rr <= goal, _CONVERGED)
+        if progress > 0 and step > (k := max(10, step // 10)):
+            gain = models[step] - models[step - k]
+            end = _first(end, (models[step] < 0) & (gain > k * progress * models[step]), _STALLED)
+
+    status, taken, values = _STATUS[int(end)], int(num_steps), models.tolist()
+    if status is Status.NON_FINITE and not math.isfinite(float(x.sum())):
+        x, taken, recorded = torch.zeros_like(x), 0, []
+        values[0] = 0.0
+    iterates = [Iterate(step, saved, values[step]) for step, saved in recorded if step < taken]
+    if record is not None:
+        iterates.append(Iterate(taken, x, values[taken]))
+    norm = float(torch.linalg.vector_norm(b))
+    residual = math.sqrt(float(rr)) / norm if norm > 0 else 0.0
+    return Solution(x, status, taken, num_products, residual, values[taken], tuple(iterates))
+
+
+def _first(end: Tensor, happened: Tensor, status: int) -> Tensor:
+    """The end that came first stays."""
+    return torch.where((end == _RUNNING) & happened, status, end)
+
+
+def _geometric(factor: float | None, limit: int) -> set[int]:
+    marks: set[int] = set()
+    if factor is not None:
+        mark = 1.0
+        while mark <= limit:
+            marks.add(math.ceil(mark))
+            mark = max(mark * factor, mark + 1)
+    return marks
+
+
+@dataclass(frozen=True)
+class System:
+    """A block's linear system, where to start and when to stop."""
+
+    operator: LinearOperator
+    rhs: Tensor
+    start: Tensor | None = None
+    preconditioner: LinearOperator | None = None
+    rtol: float = 0.0
+    progress: float = 0.0
+    max_steps: int = 50
+    record: float | None = None
+
+
+class BlockSolver(Protocol):
+    """Solves the systems of all blocks; ``matrix`` also has the products between blocks."""
+
+    def solve(self, systems: Sequence[System], matrix: BlockMatrix) -> list[Solution]: ...
+
+
+@dataclass(frozen=True)
+class ConjugateGradient:
+    """Each block by itself, as in the paper: no block needs to know of another.
+
+    Args:
+        check_every: As for ``conjugate_gradient``.
+    """
+
+    check_every: int | None = None
+
+    def solve(self, systems: Sequence[System], matrix: BlockMatrix) -> list[Solution]:
+        return [
+            conjugate_gradient(
+                system.operator,
+                system.rhs,
+                system.start,
+                preconditioner=system.preconditioner,
+                rtol=system.rtol,
+                progress=system.progress,
+                max_steps=system.max_steps,
+                record=system.record,
+                check_every=self.check_every,
+            )
+            for system in systems
+        ]
