@@ -21,7 +21,14 @@ from blockhf.report import BlockReport, StepReport, Stopwatch
 from blockhf.search import Backtracking, Choice, FixedStep, Proposal, Search
 from blockhf.solvers import BlockSolver, ConjugateGradient, Solution, Status, System
 
-_POLICIES = ("curvature", "damping", "search", "solver", "preconditioner")
+# The policies, and the method by which each is asked.
+_POLICIES = {
+    "curvature": "at",
+    "damping": "update",
+    "search": "choose",
+    "solver": "solve",
+    "preconditioner": "prepare",
+}
 _SETTINGS = ("curvature_batch_size", "micro_batch_size", "reduction", "measure_memory")
 
 
@@ -262,6 +269,8 @@ class BlockHF(Optimizer):
                 state["step"] = state.get("step", 0) + 1
                 if group["warm_start"] > 0:
                     state["direction"] = own.clone()
+                else:
+                    state.pop("direction", None)
         ratio = None
         if choice.loss is not None and choice.change < 0:
             ratio = (choice.loss - float(found.loss)) / choice.change
@@ -366,6 +375,8 @@ class BlockHF(Optimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a block."""
         group = dict(param_group)
+        if isinstance(group["params"], set):
+            raise TypeError("A set of parameters has no order in which to save their state. Give a list.")
         group["params"] = [group["params"]] if isinstance(group["params"], Tensor) else list(group["params"])
         name = str(group.setdefault("name", f"block{len(self.param_groups)}"))
         named = [
@@ -416,6 +427,13 @@ class BlockHF(Optimizer):
             value = getattr(self, name)
             if value is not None and (not isinstance(value, int) or value < 1):
                 raise ValueError(f"{name} is {value!r}, but must be a whole number of at least 1, or None.")
+        for name, policy in self._policies():
+            if isinstance(policy, type):
+                raise ValueError(
+                    f"{name} is the class {policy.__name__}. Pass an object: {policy.__name__}()."
+                )
+            if policy is not None and not hasattr(policy, _POLICIES[name]):
+                raise ValueError(f"{name} is {policy!r}, which has no method {_POLICIES[name]}().")
         if self.damping.needs_ratio and not self.search.evaluates:
             raise ValueError(
                 f"{type(self.damping).__name__} needs the loss after each step, which "
@@ -456,7 +474,7 @@ def _check_options(block: str, options: dict[str, Any]) -> None:
         value = options[name]
         try:
             fine = bool(holds(value))
-        except (TypeError, ValueError):
+        except (TypeError, ValueError, OverflowError):
             fine = False
         if not fine:
             raise ValueError(f"{name} of block {block!r} is {value!r}, but must be {bound}.")
@@ -469,6 +487,9 @@ def _check_options(block: str, options: dict[str, Any]) -> None:
     demand("warm_start", lambda share: 0 <= share <= 1, "between 0 and 1")
     demand(
         "slow_start",
-        lambda slow: slow is None or (len(slow) == 2 and slow[0] >= 0 and slow[1] >= 1),
+        lambda slow: (
+            slow is None
+            or (len(slow) == 2 and slow[0] >= 0 and slow[1] >= 1 and all(n == int(n) for n in slow))
+        ),
         "None or a pair (num_updates, max_cg_steps) of whole numbers",
     )

@@ -1,0 +1,121 @@
+"""A small network with its data in double precision, for the tests of the optimizer."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.func import functional_call, jacrev
+
+LOSSES: dict[str, Callable[..., Tensor]] = {"mse": F.mse_loss, "cross_entropy": F.cross_entropy}
+
+
+class Task:
+    """A model, a batch and the objective that brings them together."""
+
+    def __init__(
+        self,
+        loss: str = "mse",
+        *,
+        model: nn.Module | None = None,
+        reduction: str = "mean",
+        num_samples: int = 16,
+        seed: int = 0,
+    ) -> None:
+        with torch.random.fork_rng():
+            torch.manual_seed(seed)
+            self.model = (model or mlp()).double()
+            inputs = torch.randn(num_samples, 3, dtype=torch.float64)
+            targets = (
+                torch.randint(2, (num_samples,))
+                if loss == "cross_entropy"
+                else torch.randn(num_samples, 2, dtype=torch.float64)
+            )
+        self.batch = (inputs, targets)
+        self.loss, self.reduction = LOSSES[loss], reduction
+
+    def objective(self, batch: Any) -> tuple[Tensor, Tensor]:
+        inputs, targets = batch
+        outputs = self.model(inputs)
+        return outputs, self.loss(outputs, targets, reduction=self.reduction)
+
+    def front(self, num_samples: int) -> tuple[Tensor, Tensor]:
+        inputs, targets = self.batch
+        return inputs[:num_samples], targets[:num_samples]
+
+    def copy(self) -> Task:
+        return copy.deepcopy(self)
+
+
+def mlp() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 2))
+
+
+def values(model: nn.Module) -> Tensor:
+    """A flat copy of all parameters."""
+    return torch.cat([param.detach().reshape(-1) for param in model.parameters()])
+
+
+def move_(model: nn.Module, change: Tensor) -> None:
+    """Add a flat vector to all parameters."""
+    pieces = torch.split(change, [param.numel() for param in model.parameters()])
+    with torch.no_grad():
+        for param, piece in zip(model.parameters(), pieces, strict=True):
+            param.add_(piece.view(param.shape))
+
+
+def snapshot(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """Copies of all that a rejected step must leave alone."""
+    return copy.deepcopy({"model": model.state_dict(), "optimizer": optimizer.state_dict()})
+
+
+def equal(a: Any, b: Any) -> bool:
+    """Whether two nestings are the same to the last bit."""
+    if isinstance(a, Tensor):
+        return isinstance(b, Tensor) and a.dtype == b.dtype and torch.equal(a, b)
+    if isinstance(a, dict):
+        return isinstance(b, dict) and a.keys() == b.keys() and all(equal(a[key], b[key]) for key in a)
+    if isinstance(a, (list, tuple)):
+        return len(a) == len(b) and all(map(equal, a, b))
+    return bool(a == b)
+
+
+def dense_loss(task: Task, batch: Any) -> Tensor:
+    return task.objective(batch)[1].detach()
+
+
+def dense_gradient(task: Task, batch: Any) -> Tensor:
+    """The gradient, flat, over all parameters."""
+    gradients = torch.autograd.grad(task.objective(batch)[1], list(task.model.parameters()))
+    return torch.cat([gradient.reshape(-1) for gradient in gradients])
+
+
+def dense_gauss_newton(task: Task, batch: Any) -> Tensor:
+    """``Jᵀ H J`` over all parameters, by the Jacobian and the Hessian themselves."""
+    inputs, targets = batch
+    params = dict(task.model.named_parameters())
+    sizes = [param.numel() for param in params.values()]
+
+    def outputs_at(vector: Tensor) -> Tensor:
+        pieces = torch.split(vector, sizes)
+        named = {name: piece.view(params[name].shape) for name, piece in zip(params, pieces, strict=True)}
+        return functional_call(task.model, named, (inputs,)).reshape(-1)
+
+    def loss_of(flat: Tensor) -> Tensor:
+        return task.loss(flat.view(len(inputs), -1), targets, reduction=task.reduction)
+
+    point = values(task.model)
+    jacobian = jacrev(outputs_at)(point)
+    hessian = jacrev(jacrev(loss_of))(outputs_at(point))
+    return (jacobian.T @ hessian @ jacobian).detach()
+
+
+def slices(groups: list[dict[str, Any]]) -> list[slice]:
+    """The place of each block in the flat vector of all parameters, in order."""
+    sizes = [sum(param.numel() for _, param in group["params"]) for group in groups]
+    ends = torch.tensor(sizes).cumsum(0).tolist()
+    return [slice(end - size, end) for size, end in zip(sizes, ends, strict=True)]
