@@ -134,8 +134,8 @@ def conjugate_gradient(
     # The model costs no product: A x = b - r at the start, and each step lowers it by alpha * rz / 2.
     models = b.new_zeros(max_steps + 1)
     models[0] = -0.5 * (x @ (b + r))
-    end = torch.where(rr <= goal, _CONVERGED, _RUNNING)
-    end = _first(end, ~(rr.isfinite() & rz.isfinite()), _NON_FINITE)
+    end = torch.where(rr.isfinite() & rz.isfinite(), _RUNNING, _NON_FINITE)
+    end = _first(end, rr <= goal, _CONVERGED)
     num_steps = torch.zeros((), dtype=torch.long, device=b.device)
 
     for step in range(1, max_steps + 1):
@@ -145,27 +145,31 @@ def conjugate_gradient(
         num_products += 1
         curvature = p @ Ap
         alpha = rz / curvature
+        end = _first(end, ~curvature.isfinite(), _NON_FINITE)
         end = _first(end, (curvature <= 0) | (rz <= 0), _NONPOSITIVE)
-        end = _first(end, ~(curvature.isfinite() & alpha.isfinite()), _NON_FINITE)
+        end = _first(end, ~alpha.isfinite(), _NON_FINITE)
         running = end == _RUNNING
         alpha = torch.where(running, alpha, zero)
         if check_every > 1:
             Ap = torch.where(running, Ap, zero)
-        x.addcmul_(p, alpha)
         r.addcmul_(Ap, alpha, value=-1)
         z = r if preconditioner is None else preconditioner @ r
         rz_new = r @ z
         rr_new = rz_new if preconditioner is None else r @ r
+        beta = rz_new / rz
+        # The step is taken only now that its residual is known to be finite.
+        end = _first(end, ~(beta.isfinite() & rr_new.isfinite()), _NON_FINITE)
+        running = end == _RUNNING
+        alpha = torch.where(running, alpha, zero)
+        x.addcmul_(p, alpha)
         num_steps += running
         models[step] = models[step - 1] - 0.5 * alpha * rz
         if step in marks:
             recorded.append((step, x.clone()))
 
-        end = _first(end, ~(rr_new.isfinite() & rz_new.isfinite()), _NON_FINITE)
-        running = end == _RUNNING
         if check_every > 1:
             z = torch.where(running, z, zero)
-        torch.addcmul(z, p, torch.where(running, rz_new / rz, zero), out=p)
+        torch.addcmul(z, p, torch.where(running, beta, zero), out=p)
         rz, rr = torch.where(running, rz_new, rz), torch.where(running, rr_new, rr)
         end = _first(end, rr <= goal, _CONVERGED)
         if progress > 0 and step > (k := max(10, step // 10)):
@@ -173,14 +177,14 @@ def conjugate_gradient(
             end = _first(end, (models[step] < 0) & (gain > k * progress * models[step]), _STALLED)
 
     status, taken, values = _STATUS[int(end)], int(num_steps), models.tolist()
-    if status is Status.NON_FINITE and not math.isfinite(float(x.sum())):
-        x, taken, recorded = torch.zeros_like(x), 0, []
-        values[0] = 0.0
+    norm = float(torch.linalg.vector_norm(b))
+    residual = 0.0 if norm == 0 else math.sqrt(float(rr)) / norm
+    if not bool(x.isfinite().all()):  # the solution itself overflowed, or the start vector was not finite
+        x, status, taken, recorded = torch.zeros_like(x), Status.NON_FINITE, 0, []
+        values[0], residual = 0.0, 1.0
     iterates = [Iterate(step, saved, values[step]) for step, saved in recorded if step < taken]
     if record is not None:
         iterates.append(Iterate(taken, x, values[taken]))
-    norm = float(torch.linalg.vector_norm(b))
-    residual = math.sqrt(float(rr)) / norm if norm > 0 else 0.0
     return Solution(x, status, taken, num_products, residual, values[taken], tuple(iterates))
 
 
