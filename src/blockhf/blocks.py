@@ -94,18 +94,20 @@ def by_size(model: nn.Module, num_blocks: int) -> list[Group]:
 def check(model: nn.Module, groups: Sequence[Group]) -> Sequence[Group]:
     """Return ``groups`` if they partition the trainable parameters of ``model``, else raise.
 
-    For groups written by hand: the optimizer alone cannot know which parameters were forgotten.
+    For groups written by hand: the optimizer alone cannot know which parameters were forgotten. Where a
+    group gives its parameters by a generator, such as ``model.parameters()``, the result has a list.
 
     >>> model = nn.Linear(2, 1)
     >>> check(model, [{"params": [model.weight]}])
     Traceback (most recent call last):
     ValueError: 1 parameter is in no block: bias. Add a group for it, or freeze it with requires_grad_(False).
     """
+    groups = [{**group, "params": _as_list(group["params"])} for group in groups]
     names = {param: name for name, param in model.named_parameters()}
     owner: dict[Tensor, str] = {}
     for index, group in enumerate(groups):
         block = str(group.get("name", f"block{index}"))
-        params = [item[1] if isinstance(item, tuple) else item for item in _as_list(group["params"])]
+        params = [item[1] if isinstance(item, tuple) else item for item in group["params"]]
         check_block(block, [(names.get(param, "a parameter of no name"), param) for param in params])
         for param in params:
             if param not in names:
