@@ -151,7 +151,7 @@ class Backtracking:
             choice = _scaled(proposals, scale, "first try" if trial == 0 else f"shrunk to {scale:.3g}")
             assert choice.update is not None
             after = float(problem.loss_at(choice.update))
-            if after <= loss + self.sufficient * scale * slope:  # false for NaN as well
+            if math.isfinite(after) and after <= loss + self.sufficient * scale * slope:
                 return replace(choice, loss=after)
             scale *= self.shrink
         return Choice(
@@ -187,7 +187,7 @@ class BestIterate:
             assert choice.update is not None
             assert best.loss is not None
             after = float(problem.loss_at(choice.update))
-            if after < best.loss:
+            if math.isfinite(after) and after < best.loss:
                 best = replace(choice, loss=after)
             elif best.update is not None:
                 break
