@@ -143,9 +143,12 @@ def take(batch: Any, start: int, stop: int) -> Any:
     if isinstance(batch, Tensor):
         return batch[start:stop] if batch.dim() > 0 else batch
     if isinstance(batch, Mapping):
+        values = {key: take(value, start, stop) for key, value in batch.items()}
+        if not isinstance(batch, dict) and not hasattr(batch, "__copy__"):
+            return values  # a shallow copy might share its items with the original
         part: Any = copy.copy(batch)  # keeps the class, e.g. that of a tokenizer's output
-        for key, value in batch.items():
-            part[key] = take(value, start, stop)
+        for key, value in values.items():
+            part[key] = value
         return part
     if isinstance(batch, tuple) and hasattr(batch, "_fields"):
         return type(batch)(*(take(value, start, stop) for value in batch))
@@ -190,6 +193,7 @@ class IsolatedBuffers(contextlib.AbstractContextManager["IsolatedBuffers"]):
         self._swapped: dict[tuple[nn.Module, str], tuple[Tensor, Tensor]] = {}
 
     def __enter__(self) -> IsolatedBuffers:
+        self._swapped.clear()
         self._hook = register_module_forward_pre_hook(self._isolate)
         return self
 
@@ -197,21 +201,24 @@ class IsolatedBuffers(contextlib.AbstractContextManager["IsolatedBuffers"]):
         self._hook.remove()
         for (module, name), (original, stand_in) in self._swapped.items():
             # A module may have put a new tensor in place instead of writing into the old one.
-            now = module._buffers[name]
+            now = module._buffers.get(name)
             self._swapped[module, name] = (original, stand_in if now is None else now)
             module._buffers[name] = original
 
     def _isolate(self, module: nn.Module, _: Any) -> None:
         for name, buffer in module._buffers.items():
-            if buffer is not None and (module, name) not in self._swapped:
+            if buffer is not None and (module, name) not in self._swapped and not _transient(buffer):
                 stand_in = buffer.clone()
                 self._swapped[module, name] = (buffer, stand_in)
                 module._buffers[name] = stand_in
 
     @torch.no_grad()
     def commit(self) -> None:
-        for original, stand_in in self._swapped.values():
-            original.copy_(stand_in)
+        for (module, name), (original, stand_in) in self._swapped.items():
+            if original.shape == stand_in.shape:
+                original.copy_(stand_in)
+            else:  # the module put in a tensor of another size
+                module._buffers[name] = stand_in.detach()
 
 
 @dataclass
@@ -417,6 +424,11 @@ def twice_differentiable() -> Iterator[None]:
     """Choose kernels that autograd can differentiate twice, for the length of the context."""
     with torch.enable_grad(), sdpa_kernel(SDPBackend.MATH):
         yield
+
+
+def _transient(tensor: Tensor) -> bool:
+    """Whether it is a wrapper that ``vmap`` and its like made and that ends with them."""
+    return torch._C._functorch.is_functorch_wrapped_tensor(tensor)
 
 
 def _scaled(tensor: Tensor, weight: float) -> Tensor:
