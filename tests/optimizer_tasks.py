@@ -21,14 +21,14 @@ class Task:
         self,
         loss: str = "mse",
         *,
-        model: nn.Module | None = None,
+        model: Callable[[], nn.Module] | None = None,
         reduction: str = "mean",
         num_samples: int = 16,
         seed: int = 0,
     ) -> None:
         with torch.random.fork_rng():
             torch.manual_seed(seed)
-            self.model = (model or mlp()).double()
+            self.model = (model or mlp)().double()
             inputs = torch.randn(num_samples, 3, dtype=torch.float64)
             targets = (
                 torch.randint(2, (num_samples,))

@@ -47,6 +47,11 @@ from optimizer_tasks import (
 FIXED: dict[str, Any] = {"damping": 0.01, "search": FixedStep()}
 
 
+@pytest.fixture(autouse=True)
+def _seeded() -> None:
+    torch.manual_seed(0)
+
+
 def groups_of(optimizer: BlockHF) -> list[str]:
     return [group["name"] for group in optimizer.param_groups]
 
@@ -851,7 +856,7 @@ def test_a_curvature_batch_without_a_batch_is_an_error() -> None:
 
 
 def test_with_the_hessian_the_objective_may_return_the_loss_alone() -> None:
-    task = Task("cross_entropy", model=nn.Linear(3, 2))
+    task = Task("cross_entropy", model=lambda: nn.Linear(3, 2))
     optimizer = BlockHF(
         blocks.single(task.model),
         curvature=Hessian(),

@@ -111,7 +111,7 @@ def test_one_block_is_hessian_free_optimization_written_out_densely(loss: str, i
 
 
 def test_an_exact_quadratic_is_solved_in_one_step() -> None:
-    task = Task(model=nn.Linear(3, 2), num_samples=20)
+    task = Task(model=lambda: nn.Linear(3, 2), num_samples=20)
     inputs, targets = task.batch
     design = torch.cat([inputs, torch.ones(20, 1, dtype=torch.float64)], 1)
     solution = torch.linalg.lstsq(design, targets).solution
@@ -122,7 +122,7 @@ def test_an_exact_quadratic_is_solved_in_one_step() -> None:
 
 
 def test_on_an_exact_quadratic_the_model_foretells_the_loss() -> None:
-    task = Task(model=nn.Linear(3, 2))
+    task = Task(model=lambda: nn.Linear(3, 2))
     optimizer = BlockHF(blocks.single(task.model), damping=0.1, search=FixedStep(evaluates=True), **CONVERGED)
     optimizer.step(task.objective, task.batch)
     assert optimizer.report.ratio == pytest.approx(1.0, abs=1e-9)

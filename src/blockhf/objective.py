@@ -323,7 +323,7 @@ class Problem:
         gradient: list[Tensor] = []
         with self._buffers:
             for part in self.parts:
-                with twice_differentiable() if self._whole else contextlib.nullcontext():
+                with self._kernels():
                     evaluation = part.evaluate()
                 self._check_gradient(evaluation)
                 flat = self._flat_gradient(evaluation.loss, part.weight)
@@ -373,18 +373,29 @@ class Problem:
         return [block.values() for block in self.blocks]
 
     def loss_at(self, update: Sequence[Tensor]) -> Tensor:
-        """The loss on the gradient batch at the parameters plus ``update``; the parameters stay."""
+        """The loss on the gradient batch at the parameters plus ``update``; the parameters stay.
+
+        Kernels, random numbers and the order of the sum are those of ``differentiate``, so that the two
+        losses can be compared to the last bit.
+        """
+        loss: Any = 0.0
         try:
             for block, value, change in zip(self.blocks, self.origin, update, strict=True):
                 block.visit_(value + change)
-            with self._frozen(), IsolatedBuffers():
-                losses = [_scaled(part.evaluate().loss.detach(), part.weight) for part in self.parts]
+            with self._frozen(), IsolatedBuffers(), self._kernels():
+                for part in self.parts:
+                    loss = loss + _scaled(part.evaluate().loss.detach(), part.weight)
         finally:
             for block, value in zip(self.blocks, self.origin, strict=True):
                 block.visit_(value)
         self.work.num_evaluations += 1
         self.work.evaluated_samples += self.num_samples
-        return torch.stack(losses).sum()
+        total: Tensor = loss
+        return total
+
+    def _kernels(self) -> contextlib.AbstractContextManager[None]:
+        """Where curvature shares the pass of the gradient, kernels that autograd can differentiate twice."""
+        return twice_differentiable() if self._whole else contextlib.nullcontext()
 
     def _flat_gradient(self, loss: Tensor, weight: float) -> list[Tensor]:
         params = [param for block in self.blocks for param in block.params]
