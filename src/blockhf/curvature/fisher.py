@@ -44,9 +44,8 @@ class MonteCarloFisher:
     parameters, e.g. cross entropy of logits. The draws are made once per step.
 
     Args:
-        distribution: From the outputs, as the objective returns them if they are one tensor and as a
-            tuple of tensors otherwise, to the predicted distribution of the targets, e.g.
-            ``lambda logits: Categorical(logits=logits)``.
+        distribution: From the outputs, each tensor an argument of its own, to the predicted distribution
+            of the targets, e.g. ``lambda logits: Categorical(logits=logits)``.
         num_draws: How many targets to draw for each sample.
     """
 
