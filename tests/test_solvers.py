@@ -38,18 +38,19 @@ def diag(*entries: float, dtype: torch.dtype = torch.float64) -> Tensor:
 
 @dataclass
 class Failing:
-    """Multiplies by a matrix, but its product number ``at`` has ``value`` for its first entry."""
+    """Multiplies by a matrix, but its product number ``at`` has ``value`` for one entry."""
 
     matrix: Tensor
     at: int
     value: float
+    entry: int = 0
     done: int = 0
 
     def __matmul__(self, v: Tensor) -> Tensor:
         self.done += 1
         product = self.matrix @ v
         if self.done == self.at:
-            product[0] = self.value
+            product[self.entry] = self.value
         return product
 
 
@@ -96,11 +97,11 @@ class Exit:
     num_steps: int
     options: dict[str, Any] = field(default_factory=dict)
     start: Tensor | None = None
+    M: Callable[[], LinearOperator | None] = lambda: None
 
-    def solve(self, **options: Any) -> Solution:
-        return conjugate_gradient(
-            self.A(), self.b, self.start, **{"max_steps": 20, "record": 1.0, **self.options, **options}
-        )
+    def solve(self, A: LinearOperator | None = None, **options: Any) -> Solution:
+        options = {"max_steps": 20, "record": 1.0, **self.options, **options}
+        return conjugate_gradient(A or self.A(), self.b, self.start, preconditioner=self.M(), **options)
 
 
 def dense(matrix: Tensor) -> Callable[[], LinearOperator]:
@@ -124,6 +125,7 @@ EXITS = [
     ),
     Exit("n steps", dense(PLAIN), ONES, Status.CONVERGED, 3, {"rtol": 1e-10}),
     Exit("n steps and no more", dense(PLAIN), ONES, Status.CONVERGED, 3, {"rtol": 1e-10, "max_steps": 3}),
+    Exit("nothing is left", dense(2 * torch.eye(3).double()), ONES, Status.CONVERGED, 1),
     Exit("progress ends", dense(diag(*range(1, 61))), torch.ones(60, dtype=torch.float64), Status.STALLED, 16,
          {"progress": 0.01, "max_steps": 60}),
     Exit("steps are used up", dense(PLAIN), ONES, Status.STEP_LIMIT, 2, {"max_steps": 2}),
@@ -133,7 +135,7 @@ EXITS = [
     Exit("zero", dense(0 * PLAIN), ONES, Status.NONPOSITIVE_CURVATURE, 0),
     Exit("singular", dense(diag(1, 0)), ONES[:2], Status.NONPOSITIVE_CURVATURE, 1),
     Exit("the preconditioner is not positive", dense(PLAIN), ONES, Status.NONPOSITIVE_CURVATURE, 0,
-         {"preconditioner": Dense(-PLAIN)}),
+         M=dense(-PLAIN)),
     *(
         Exit(f"{value} in product {at}", lambda at=at, value=value: Failing(PLAIN, at, value), ONES,
              Status.NON_FINITE, at - 1)
@@ -156,8 +158,15 @@ EXITS = [
          Status.NON_FINITE, 0, {"rtol": 1e-6}),
     Exit("the residual overflows", dense(torch.tensor([[1.0, 3e38], [3e38, 1.0]])),
          torch.tensor([1.0, 1e-38]), Status.NON_FINITE, 0),
+    Exit("the residual overflows later", lambda: Failing(diag(1, 2, 3, **SINGLE), 2, 3e38, entry=2),
+         torch.tensor([1.0, 1.0, 0.0]), Status.NON_FINITE, 1),
     Exit("NaN from the preconditioner", dense(PLAIN), ONES, Status.NON_FINITE, 0,
-         {"preconditioner": Dense(diag(NAN, 1, 1))}),
+         M=dense(diag(NAN, 1, 1))),
+    *(
+        Exit(f"NaN from use {use} of the preconditioner", dense(PLAIN), ONES, Status.NON_FINITE, use - 2,
+             M=lambda use=use: Failing(PLAIN, use, NAN))
+        for use in (2, 3)
+    ),
 ]  # fmt: skip
 
 each_exit = pytest.mark.parametrize("case", EXITS, ids=lambda case: case.name)
@@ -294,7 +303,7 @@ def test_a_product_per_step_and_one_for_a_start(steps: int, warm: bool) -> None:
 @each_exit
 def test_the_products_are_counted_right_in_every_exit(case: Exit) -> None:
     A = Counted(case.A())
-    solution = conjugate_gradient(A, case.b, case.start, **{"max_steps": 20, **case.options})
+    solution = case.solve(A)
     assert solution.num_products == A.num_products
 
 

@@ -147,17 +147,13 @@ def conjugate_gradient(
         alpha = rz / curvature
         end = _first(end, ~curvature.isfinite(), _NON_FINITE)
         end = _first(end, (curvature <= 0) | (rz <= 0), _NONPOSITIVE)
-        end = _first(end, ~alpha.isfinite(), _NON_FINITE)
-        running = end == _RUNNING
-        alpha = torch.where(running, alpha, zero)
-        if check_every > 1:
-            Ap = torch.where(running, Ap, zero)
         r.addcmul_(Ap, alpha, value=-1)
         z = r if preconditioner is None else preconditioner @ r
         rz_new = r @ z
         rr_new = rz_new if preconditioner is None else r @ r
         beta = rz_new / rz
-        # The step is taken only now that its residual is known to be finite.
+        # The step is taken only now that its residual is known to be finite, and with it its length. Where
+        # it is not taken, the solution stays, and r and z are of no more use.
         end = _first(end, ~(beta.isfinite() & rr_new.isfinite()), _NON_FINITE)
         running = end == _RUNNING
         alpha = torch.where(running, alpha, zero)
@@ -170,7 +166,7 @@ def conjugate_gradient(
         if check_every > 1:
             z = torch.where(running, z, zero)
         torch.addcmul(z, p, torch.where(running, beta, zero), out=p)
-        rz, rr = torch.where(running, rz_new, rz), torch.where(running, rr_new, rr)
+        rz, rr = rz_new, torch.where(running, rr_new, rr)
         end = _first(end, rr <= goal, _CONVERGED)
         if progress > 0 and step > (k := max(10, step // 10)):
             gain = models[step] - models[step - k]
