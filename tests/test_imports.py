@@ -22,7 +22,8 @@ FLOORS = [
     {"optimizer"},
     {"__init__"},
     {"experiments"},
-    {"cli", "__main__"},
+    {"cli"},
+    {"__main__"},
 ]
 FLOOR = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
 # The objective is asked near a point, which is made of blocks.
