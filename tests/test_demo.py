@@ -229,7 +229,9 @@ def test_ctrl_c_keeps_what_was_recorded(
     assert shown.err == ""
     results = json.loads((tmp_path / "results.json").read_text(encoding="utf-8"))
     assert results["finished"] is False
-    assert [(run["name"], len(run["points"])) for run in results["runs"]] == [("block HF", 3), ("HF", 3)]
+    assert len(results["runs"]) == 4
+    assert all(len(run["points"]) >= 2 for run in results["runs"])  # they take turns
+    assert len(results["runs"][1]["points"]) == 3
     assert results["runs"][1]["train_error"] is None
     assert (tmp_path / "demo.png").stat().st_size > 10_000
 

@@ -1,7 +1,8 @@
 """``blockhf demo``: block HF, HF and Adam train the paper's autoencoder for the same time each.
 
 Each contestant starts from the same weights, and those with the same batch size see the same batches. The
-clock of a contestant runs during its updates alone, so evaluation and drawing cost nobody anything.
+clock of a contestant runs during its updates alone, so evaluation and drawing cost nobody anything. They
+take turns: the next update is made by whoever has used the least time so far.
 """
 
 from __future__ import annotations
@@ -124,6 +125,11 @@ class Run:
     train_error: float | None = None
 
     @property
+    def seconds(self) -> float:
+        """Time in updates so far."""
+        return self.points[-1].seconds if self.points else 0.0
+
+    @property
     def measured(self) -> list[Point]:
         """The points with a test error."""
         return [point for point in self.points if point.test_error is not None]
@@ -244,16 +250,24 @@ def run(data: Digits, settings: Settings, out: Path, console: Console) -> bool:
         with _progress(console) as progress:
             tasks = [progress.add_task(each.name, total=settings.seconds, status="") for each in entrants]
             _warm_up(data, settings)
+            racing = []
             for contestant, task in zip(entrants, tasks, strict=True):
                 torch.manual_seed(settings.seed)
                 model = Autoencoder(settings.sizes)
                 runs.append(Run(contestant))
-                for point in train(contestant, model, data, settings):
-                    runs[-1].points.append(point)
+                racing.append((runs[-1], train(contestant, model, data, settings), model, task))
+            while racing:
+                # They take turns, so that a change of the machine's load meets them all alike.
+                turn = min(racing, key=lambda each: each[0].seconds)
+                each, points, model, task = turn
+                if (point := next(points, None)) is None:
+                    each.train_error = error(model, data.train_images)
+                    racing.remove(turn)
+                else:
+                    each.points.append(point)
                     progress.update(
-                        task, completed=min(point.seconds, settings.seconds), status=_status(point)
+                        task, completed=min(each.seconds, settings.seconds), status=_status(point)
                     )
-                runs[-1].train_error = error(model, data.train_images)
     except KeyboardInterrupt:
         finished = False
         console.print("Interrupted; this is what was recorded until then.")
