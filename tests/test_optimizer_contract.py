@@ -792,13 +792,18 @@ def test_hooks_run_around_the_step_and_see_the_report() -> None:
     assert [report and report.step for report in seen] == [None, 1, 1, 2]
 
 
-def test_a_step_without_grad_mode_is_a_step() -> None:
+@pytest.mark.parametrize("method", ["step", "direction"])
+@pytest.mark.parametrize("curvature_batch_size", [None, 7])
+def test_a_step_without_grad_mode_is_a_step(curvature_batch_size: int | None, method: str) -> None:
     task, twin = Task(), Task()
-    optimizer, other = BlockHF(blocks.by_layer(task.model)), BlockHF(blocks.by_layer(twin.model))
+    optimizer, other = (
+        BlockHF(blocks.by_layer(each.model), curvature_batch_size=curvature_batch_size)
+        for each in (task, twin)
+    )
     for _ in range(2):
-        other.step(twin.objective, twin.batch)
+        getattr(other, method)(twin.objective, twin.batch)
         with torch.no_grad():
-            optimizer.step(task.objective, task.batch)
+            getattr(optimizer, method)(task.objective, task.batch)
             assert not torch.is_grad_enabled()
         assert torch.equal(values(task.model), values(twin.model))
 

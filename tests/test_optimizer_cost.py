@@ -26,7 +26,7 @@ from blockhf import (
 from blockhf.blocks import Block
 from blockhf.objective import Evaluation
 from blockhf.operators import BlockMatrix
-from optimizer_tasks import Task
+from optimizer_tasks import Task, values
 
 NUM_SAMPLES = 16
 NUM_TANHS = 2  # in the model of the task
@@ -394,6 +394,32 @@ def test_no_graph_survives_an_exception_in_the_objective(call: int) -> None:
     assert calls == call
 
 
+@pytest.mark.parametrize("curvature_batch_size", [None, 6])
+@pytest.mark.parametrize("search", [FixedStep(evaluates=True), Backtracking()], ids=["fixed", "backtracking"])
+def test_a_search_runs_when_all_graphs_are_gone_and_makes_none(
+    search: Any, curvature_batch_size: int | None
+) -> None:
+    task, graphs = Task(), Graphs()
+    home = values(task.model)
+    tried = []
+
+    def objective(batch: Any) -> tuple[Tensor, Tensor]:
+        if not torch.equal(values(task.model), home):
+            graphs.assert_gone()
+            outputs, loss = task.objective(batch)
+            tried.append(loss.requires_grad)
+            inputs = batch[0].clone().requires_grad_()
+            assert torch.autograd.grad(task.model(inputs).sum(), inputs)[0].any(), "derivatives still work"
+            return outputs, loss
+        return task.objective(batch)
+
+    optimizer = BlockHF(blocks.by_layer(task.model), search=search, curvature_batch_size=curvature_batch_size)
+    with graphs.watch(task.model):
+        optimizer.step(objective, task.batch)
+    assert tried == [False] * optimizer.report.work["num_evaluations"]
+    assert tried
+
+
 def live_tensors() -> tuple[int, int]:
     """Number and bytes of all tensors that Python knows of."""
     gc.collect()
@@ -423,16 +449,25 @@ def test_after_50_steps_no_more_tensors_live_than_after_5(damping: Any, micro_ba
     assert seen[5][0] >= 2 * len(list(task.model.parameters()))
 
 
-def peak(num_samples: int, **options: Any) -> int:
+def peak(num_samples: int, *, gradient_only: bool, **options: Any) -> int:
     """The most bytes that graphs held at a time during a step."""
     task = Task(num_samples=num_samples)
     optimizer = BlockHF(blocks.by_layer(task.model), max_cg_steps=2, **options)
+
+    def objective(batch: Any) -> tuple[Tensor, Tensor]:
+        outputs, loss = task.objective(batch)
+        return outputs, loss * torch.nan if gradient_only else loss
+
     graphs = Graphs()
     with graphs.watch(task.model):
-        optimizer.step(task.objective, task.batch)
+        optimizer.step(objective, task.batch)
+    assert optimizer.report.accepted != gradient_only
     return graphs.peak_bytes
 
 
-def test_with_micro_batches_the_memory_of_graphs_does_not_grow_with_the_batch() -> None:
-    assert peak(64, micro_batch_size=4) == peak(16, micro_batch_size=4)
-    assert peak(64) > 3 * peak(16), "without them it does"
+@pytest.mark.parametrize("gradient_only", [True, False], ids=["gradient", "whole step"])
+def test_with_micro_batches_the_graphs_of_one_part_are_in_memory_at_a_time(gradient_only: bool) -> None:
+    one_part = peak(4, gradient_only=gradient_only)
+    assert peak(16, gradient_only=gradient_only, micro_batch_size=4) <= 1.1 * one_part
+    assert peak(16, gradient_only=gradient_only) > 3 * one_part, "without them, all are"
+    assert peak(64, gradient_only=gradient_only, micro_batch_size=4) <= 1.1 * one_part
