@@ -18,7 +18,15 @@ from torch.nn import functional as F
 
 import oracles
 from blockhf.blocks import Block
-from blockhf.curvature import Curvature, EmpiricalFisher, GaussNewton, Hessian, MonteCarloFisher, linearize
+from blockhf.curvature import (
+    Curvature,
+    DoubleBackward,
+    EmpiricalFisher,
+    GaussNewton,
+    Hessian,
+    MonteCarloFisher,
+    Products,
+)
 from blockhf.objective import Problem, take
 from blockhf.operators import BlockMatrix, DiagonalBlock
 from cases import (
@@ -96,6 +104,7 @@ def linearized(
     *,
     dtype: torch.dtype = torch.float64,
     objective: Objective | None = None,
+    products: Products | None = None,
     **options: Any,
 ) -> Linearized:
     model = case.model().to(dtype)
@@ -113,7 +122,8 @@ def linearized(
     torch.manual_seed(case.seed)
     problem.differentiate()
     torch.manual_seed(DRAW_SEED)
-    return Linearized(model, blocks, linearize(curvature, problem))
+    way = products or DoubleBackward()
+    return Linearized(model, blocks, way.linearize(curvature, problem, [100] * len(blocks)))
 
 
 def parts(batch: Any, size: int) -> list[Any]:

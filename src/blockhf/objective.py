@@ -15,7 +15,8 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, Literal
@@ -140,21 +141,31 @@ def take(batch: Any, start: int, stop: int) -> Any:
     >>> take({"x": torch.arange(4), "scale": 0.5}, 1, 3)
     {'x': tensor([1, 2]), 'scale': 0.5}
     """
-    if isinstance(batch, Tensor):
-        return batch[start:stop] if batch.dim() > 0 else batch
-    if isinstance(batch, Mapping):
-        values = {key: take(value, start, stop) for key, value in batch.items()}
-        if not isinstance(batch, dict) and not hasattr(batch, "__copy__"):
+    return _mapped(batch, lambda tensor: tensor[start:stop] if tensor.dim() > 0 else tensor)
+
+
+def rebuild(batch: Any, tensors: Iterable[Tensor]) -> Any:
+    """The same nesting with other tensors, given in the order of ``tensors_of``."""
+    others = iter(tensors)
+    return _mapped(batch, lambda _: next(others))
+
+
+def _mapped(nest: Any, function: Callable[[Tensor], Tensor]) -> Any:
+    if isinstance(nest, Tensor):
+        return function(nest)
+    if isinstance(nest, Mapping):
+        values = {key: _mapped(value, function) for key, value in nest.items()}
+        if not isinstance(nest, dict) and not hasattr(nest, "__copy__"):
             return values  # a shallow copy might share its items with the original
-        part: Any = copy.copy(batch)  # keeps the class, e.g. that of a tokenizer's output
+        part: Any = copy.copy(nest)  # keeps the class, e.g. that of a tokenizer's output
         for key, value in values.items():
             part[key] = value
         return part
-    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
-        return type(batch)(*(take(value, start, stop) for value in batch))
-    if isinstance(batch, (tuple, list)):
-        return type(batch)(take(value, start, stop) for value in batch)
-    return batch
+    if isinstance(nest, tuple) and hasattr(nest, "_fields"):
+        return type(nest)(*(_mapped(value, function) for value in nest))
+    if isinstance(nest, (tuple, list)):
+        return type(nest)(_mapped(value, function) for value in nest)
+    return nest
 
 
 class RandomState:
@@ -191,9 +202,11 @@ class IsolatedBuffers(contextlib.AbstractContextManager["IsolatedBuffers"]):
 
     def __init__(self) -> None:
         self._swapped: dict[tuple[nn.Module, str], tuple[Tensor, Tensor]] = {}
+        self.modules: dict[nn.Module, None] = {}  # those that were called, in order
 
     def __enter__(self) -> IsolatedBuffers:
         self._swapped.clear()
+        self.modules.clear()
         self._hook = register_module_forward_pre_hook(self._isolate)
         return self
 
@@ -206,6 +219,7 @@ class IsolatedBuffers(contextlib.AbstractContextManager["IsolatedBuffers"]):
             module._buffers[name] = original
 
     def _isolate(self, module: nn.Module, _: Any) -> None:
+        self.modules[module] = None
         for name, buffer in module._buffers.items():
             if buffer is not None and (module, name) not in self._swapped and not _transient(buffer):
                 stand_in = buffer.clone()
@@ -321,17 +335,21 @@ class Problem:
         """
         loss: Any = 0.0
         gradient: list[Tensor] = []
+        begin = time.perf_counter()
         with self._buffers:
             for part in self.parts:
                 with self._kernels():
                     evaluation = part.evaluate()
                 self._check_gradient(evaluation)
+                if part is self.parts[0]:
+                    self._measure(evaluation)
                 flat = self._flat_gradient(evaluation.loss, part.weight)
                 loss = loss + _scaled(evaluation.loss.detach(), part.weight)
                 gradient = [a.add_(b) for a, b in zip(gradient, flat, strict=True)] if gradient else flat
                 if self._whole:
                     self._evaluation = evaluation
                 self.work.gradient_samples += evaluation.num_samples or 1
+        self.seconds_per_sample = (time.perf_counter() - begin) / self.num_samples
         self.work.num_gradients += 1
         return loss, gradient
 
@@ -366,6 +384,21 @@ class Problem:
             self.work.num_linearizations += 1
             self.work.linearized_samples += evaluation.num_samples or 1
         return replace(evaluation, reduction=self.reduction)
+
+    def loss_of(self, part: Part) -> Tensor:
+        """The objective's own loss on a part of the curvature batch, here."""
+        if self._evaluation is not None and part is self.parts[0]:
+            evaluation, self._evaluation = self._evaluation, None
+        else:
+            with self._frozen(), IsolatedBuffers(), twice_differentiable():
+                evaluation = part.evaluate()
+            self.work.evaluated_samples += evaluation.num_samples or 1
+        return evaluation.loss.detach()
+
+    @property
+    def modules(self) -> list[nn.Module]:
+        """The modules that the objective called in the gradient pass, and those within them."""
+        return list(dict.fromkeys(inner for module in self._buffers.modules for inner in module.modules()))
 
     @cached_property
     def origin(self) -> list[Tensor]:
@@ -416,6 +449,11 @@ class Problem:
                 "The loss does not depend on any parameter through the graph. Leave out detach(), .data "
                 "and torch.no_grad() in the objective."
             )
+
+    def _measure(self, evaluation: Evaluation) -> None:
+        """Note what the choice of the products goes by: outputs per sample and the length of the graph."""
+        self.num_outputs = sum(map(Tensor.numel, evaluation.outputs)) // (evaluation.num_samples or 1)
+        self.num_nodes = len({node for node, _ in _ancestors(evaluation.loss)})
 
     @contextlib.contextmanager
     def _frozen(self) -> Iterator[None]:

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from blockhf.blocks import Block, check_block
-from blockhf.curvature import Curvature, GaussNewton, linearize
+from blockhf.curvature import Auto, Curvature, GaussNewton, Products
 from blockhf.damping import Constant, DampingRule, LevenbergMarquardt, Outcome
 from blockhf.objective import Objective, Problem, Reduction
 from blockhf.operators import Counted, Damped, DiagonalBlock
@@ -24,6 +24,7 @@ from blockhf.solvers import BlockSolver, ConjugateGradient, Solution, Status, Sy
 # The policies, and the method by which each is asked.
 _POLICIES = {
     "curvature": "at",
+    "products": "linearize",
     "damping": "update",
     "search": "choose",
     "solver": "solve",
@@ -57,6 +58,7 @@ class BlockHF(Optimizer):
         micro_batch_size: How many samples are in memory at a time; the result is the same.
         reduction: Whether the objective's loss is the mean or the sum over its samples.
         curvature: Which matrix: ``GaussNewton()``, ``Hessian()``, ``EmpiricalFisher()``, …
+        products: How to multiply with it: ``Auto()``, ``Traced()``, ``Formed()``, ``DoubleBackward()``.
         search: How far to go: ``Backtracking()``, ``FixedStep()``, ``BestIterate()``.
         solver: Solves the blocks' systems: ``ConjugateGradient()``.
         preconditioner: Makes an approximate inverse of each block's matrix for CG.
@@ -96,12 +98,14 @@ class BlockHF(Optimizer):
         micro_batch_size: int | None = None,
         reduction: Reduction = "mean",
         curvature: Curvature | None = None,
+        products: Products | None = None,
         search: Search | None = None,
         solver: BlockSolver | None = None,
         preconditioner: Preconditioner | None = None,
         measure_memory: bool = True,
     ) -> None:
         self.curvature: Curvature = curvature or GaussNewton()
+        self.products: Products = products or Auto()
         self.damping: DampingRule = (
             LevenbergMarquardt()
             if damping is None
@@ -222,7 +226,9 @@ class BlockHF(Optimizer):
 
         # 2. The curvature on a part of it, ready for products.
         with watch.phase("curvature"):
-            matrix = linearize(self.curvature, problem)
+            max_steps = [self._max_steps(*pair) for pair in zip(found.groups, problem.blocks, strict=True)]
+            matrix = self.products.linearize(self.curvature, problem, max_steps)
+            found.notes = list(getattr(matrix, "notes", [type(self.products).__name__] * len(gradient)))
             dampings = [float(group["damping"]) for group in found.groups]
             inverses: Sequence[Any] = [None] * len(gradient)
             if self.preconditioner is not None:
@@ -239,11 +245,18 @@ class BlockHF(Optimizer):
                     preconditioner=inverse,
                     rtol=group["cg_rtol"],
                     progress=group["cg_progress"],
-                    max_steps=self._max_steps(group, block),
+                    max_steps=limit,
                     record=self.search.record,
                 )
-                for counter, damping, slope, group, block, inverse in zip(
-                    counters, dampings, gradient, found.groups, problem.blocks, inverses, strict=True
+                for counter, damping, slope, group, block, inverse, limit in zip(
+                    counters,
+                    dampings,
+                    gradient,
+                    found.groups,
+                    problem.blocks,
+                    inverses,
+                    max_steps,
+                    strict=True,
                 )
             ]
             found.solutions = self.solver.solve(systems, matrix)
@@ -358,13 +371,15 @@ class BlockHF(Optimizer):
                 damping=proposal.damping,
                 norm=proposal.norm,
                 coefficient=share,
+                products=note,
             )
-            for block, solution, num_products, proposal, share in zip(
+            for block, solution, num_products, proposal, share, note in zip(
                 found.problem.blocks,
                 found.solutions,
                 found.num_products,
                 found.proposals,
                 found.shares(choice),
+                found.notes,
                 strict=True,
             )
         ]
@@ -453,6 +468,7 @@ class _Found:
     solutions: list[Solution] = dataclasses.field(default_factory=list)
     proposals: list[Proposal] = dataclasses.field(default_factory=list)
     num_products: list[int] = dataclasses.field(default_factory=list)
+    notes: list[str] = dataclasses.field(default_factory=list)
     reason: str | None = None
     sound: bool = True
 

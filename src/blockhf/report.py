@@ -30,6 +30,7 @@ class BlockReport:
         damping: The damping of this step.
         norm: Length of the direction.
         coefficient: The share of the direction that was taken; zero in a rejected step.
+        products: How the products were made, and why so.
     """
 
     name: str
@@ -42,6 +43,7 @@ class BlockReport:
     damping: float
     norm: float
     coefficient: float = 0.0
+    products: str = ""
 
 
 @dataclass(frozen=True)
@@ -108,6 +110,7 @@ class StepReport:
                 f"  {block.name:<{width}}  {block.num_steps:3d} CG steps, {block.status}, residual "
                 f"{block.residual:.1e}, damping {block.damping:.2g}, |d| {block.norm:.3g}, "
                 f"model {-block.decrease:+.3g}, taken {block.coefficient:.3g}"
+                + (f"; {block.products}" if block.products else "")
             )
         spent = [
             f"{name} {phase.seconds:.2f} s"

@@ -8,12 +8,37 @@ block that is asked for, because autograd visits only what lies between.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from blockhf.blocks import Block
+from blockhf.curvature.products import Curvature, PartMatrix, over_parts
+from blockhf.objective import Part, Problem, RandomState
+from blockhf.operators import BlockMatrix
+
+
+@dataclass(frozen=True)
+class DoubleBackward:
+    """Products by a cached double backward.
+
+    Args:
+        memory_budget: How many bytes of linearized micro-batches to keep between products. The default
+            keeps none, if the curvature batch has more than one: then only one is in memory at a time.
+    """
+
+    memory_budget: int = 0
+
+    def linearize(
+        self, curvature: Curvature, problem: Problem, num_products: Sequence[int] = ()
+    ) -> BlockMatrix:
+        def maker(part: Part) -> Callable[[], PartMatrix]:
+            return _Maker(curvature, problem, part, measure=self.memory_budget > 0)
+
+        return over_parts(problem, maker, self.memory_budget)
 
 
 class Linearization:
@@ -55,3 +80,46 @@ class Linearization:
             self.outputs, self.blocks[block].params, cotangents, retain_graph=True, allow_unused=True
         )
         return self.blocks[block].flatten(gradients)
+
+
+class _Maker:
+    """Linearizes one part, with the same random numbers each time."""
+
+    def __init__(self, curvature: Curvature, problem: Problem, part: Part, *, measure: bool) -> None:
+        self.curvature, self.problem, self.part, self.measure = curvature, problem, part, measure
+        self._draws: RandomState | None = None
+
+    def __call__(self) -> PartMatrix:
+        sizes: dict[int, int] = {}
+        with _measured(sizes) if self.measure else contextlib.nullcontext():
+            evaluation = self.problem.linearizable(self.part)
+            if self._draws is None:
+                self._draws = RandomState(self.problem.devices)
+                matrix = self.curvature.at(evaluation, self.problem.blocks)
+            else:
+                with self._draws.replayed():
+                    matrix = self.curvature.at(evaluation, self.problem.blocks)
+        return _Sized(matrix, sum(sizes.values()))
+
+
+@dataclass(frozen=True, eq=False)
+class _Sized:
+    matrix: BlockMatrix
+    num_bytes: int
+
+    def product(self, row: int, column: int, vector: Tensor) -> Tensor:
+        return self.matrix.product(row, column, vector)
+
+
+@contextlib.contextmanager
+def _measured(sizes: dict[int, int]) -> Iterator[None]:
+    """Note the memory of the tensors that autograd saves, each once."""
+
+    def note(tensor: Tensor) -> Tensor:
+        if not isinstance(tensor, torch.nn.Parameter):
+            storage = tensor.untyped_storage()
+            sizes[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+        yield

@@ -1,0 +1,208 @@
+"""Small blocks, formed explicitly: many CG steps for the price of a few.
+
+The Gauss-Newton matrix of a block with few parameters is cheap to write down. The Jacobian of each
+sample's outputs takes one backward pass per output, for all small blocks at once, and the sum of
+``JᵢᵀHᵢJᵢ`` one matrix product. After that a CG step costs next to nothing.
+
+It needs samples that do not see each other, so no BatchNorm in train mode, and no random numbers in the
+network. The matrix is checked against a product by double backward before it is first relied upon.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.func import functional_call, grad, vmap
+
+from blockhf.blocks import Block
+from blockhf.curvature.gauss_newton import GaussNewton
+from blockhf.curvature.graph import DoubleBackward
+from blockhf.curvature.products import Curvature, Noted, closeness
+from blockhf.curvature.traced import Host, TracingError
+from blockhf.objective import (
+    Evaluation,
+    Part,
+    Problem,
+    rebuild,
+    take,
+    tensors_of,
+    twice_differentiable,
+)
+from blockhf.operators import BlockMatrix
+
+
+class FormingError(Exception):
+    """The matrix cannot be formed; the message says why."""
+
+
+class Formed:
+    """Products with Gauss-Newton matrices that are formed once a step.
+
+    Args:
+        memory_budget: How many bytes the Jacobians may take at a time.
+        max_size: The largest block to form.
+    """
+
+    def __init__(self, *, memory_budget: int = 2**28, max_size: int = 4096) -> None:
+        self.memory_budget, self.max_size = memory_budget, max_size
+        self._checked: set[Any] = set()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_checked": set()}
+
+    def linearize(
+        self, curvature: Curvature, problem: Problem, num_products: Sequence[int] = ()
+    ) -> BlockMatrix:
+        """The matrix; raises ``FormingError`` where it cannot be formed."""
+        for block in problem.blocks:
+            if block.size > self.max_size:
+                raise FormingError(
+                    f"block {block.name!r} has {block.size} parameters, more than max_size, {self.max_size}"
+                )
+        everything = range(len(problem.blocks))
+        fallback = lazily(lambda: DoubleBackward().linearize(curvature, problem))
+        matrices = self.form(curvature, problem, everything)
+        notes = [f"formed, {block.size} x {block.size}" for block in problem.blocks]
+        return Noted(FormedMatrix(dict(zip(everything, matrices, strict=True)), fallback), notes)
+
+    def form(self, curvature: Curvature, problem: Problem, indices: Sequence[int]) -> list[Tensor]:
+        """The matrices of some blocks on the curvature batch."""
+        if not isinstance(curvature, GaussNewton):
+            raise FormingError(f"{type(curvature).__name__} is not formed, only GaussNewton is")
+        if problem.batch is None:
+            raise FormingError("an objective of no arguments has no samples to tell apart")
+        blocks = [problem.blocks[index] for index in indices]
+        totals = [block.params[0].new_zeros(block.size, block.size) for block in blocks]
+        for part in problem.curvature_parts():
+            self._add(problem, part, blocks, totals)
+        self._check(curvature, problem, indices, totals)
+        return totals
+
+    def _add(self, problem: Problem, part: Part, blocks: Sequence[Block], totals: Sequence[Tensor]) -> None:
+        evaluation = problem.linearizable(part)
+        hessians = _output_hessians(evaluation)
+        num_outputs = hessians.shape[-1]
+        jacobian = _jacobians(problem, part, blocks, num_outputs)
+        bytes_per_sample = 3 * num_outputs * sum(block.size for block in blocks) * hessians.element_size()
+        chunk = max(1, self.memory_budget // bytes_per_sample)
+        for start in range(0, len(hessians), chunk):
+            stop = min(start + chunk, len(hessians))
+            own = hessians[start:stop] * part.weight
+            for total, rows in zip(totals, jacobian(start, stop), strict=True):
+                curved = own @ rows.view(stop - start, num_outputs, -1)
+                total.addmm_(rows.T, curved.flatten(0, 1))
+
+    def _check(
+        self, curvature: Curvature, problem: Problem, indices: Sequence[int], matrices: Sequence[Tensor]
+    ) -> None:
+        key = tuple((id(module), module.training) for module in problem.modules)
+        if key in self._checked:
+            return
+        reference = DoubleBackward().linearize(curvature, problem)
+        for index, matrix in zip(indices, matrices, strict=True):
+            vector = torch.sin(torch.arange(len(matrix), device=matrix.device)).to(matrix.dtype)
+            expected = reference.product(index, index, vector)
+            difference, rounding = closeness(matrix @ vector, expected)
+            if difference > rounding and bool(expected.isfinite().all()):
+                raise FormingError(
+                    f"the samples see each other: the matrix of block {problem.blocks[index].name!r}, formed "
+                    f"sample by sample, is off by {difference:.1e}"
+                )
+        self._checked.add(key)
+
+
+class FormedMatrix:
+    """Diagonal blocks of which some are there, and the rest by other means."""
+
+    def __init__(self, dense: dict[int, Tensor], other: Callable[[], BlockMatrix]) -> None:
+        self.dense, self.other = dense, other
+
+    def product(self, row: int, column: int, vector: Tensor) -> Tensor:
+        if row == column and row in self.dense:
+            return self.dense[row] @ vector
+        return self.other().product(row, column, vector)
+
+
+def lazily(make: Callable[[], BlockMatrix]) -> Callable[[], BlockMatrix]:
+    """A function that makes the matrix when it is first asked for."""
+    made: list[BlockMatrix] = []
+
+    def get() -> BlockMatrix:
+        if not made:
+            made.append(make())
+        return made[0]
+
+    return get
+
+
+def _output_hessians(evaluation: Evaluation) -> Tensor:
+    """For each sample the matrix of second derivatives of the loss by the sample's outputs."""
+    outputs = evaluation.outputs
+    num_samples = evaluation.num_samples
+    if any(output.dim() == 0 or output.shape[0] != num_samples for output in outputs):
+        raise FormingError("the outputs do not have the samples first")
+    slopes = torch.autograd.grad(
+        evaluation.loss, outputs, create_graph=True, allow_unused=True, materialize_grads=True
+    )
+    flat = torch.cat([slope.flatten(1) if slope.dim() > 1 else slope[:, None] for slope in slopes], dim=1)
+    columns = []
+    for index in range(flat.shape[1]):
+        seconds = (
+            torch.autograd.grad(
+                flat[:, index].sum(), outputs, retain_graph=True, allow_unused=True, materialize_grads=True
+            )
+            if flat.requires_grad
+            else [torch.zeros_like(output) for output in outputs]
+        )
+        columns.append(torch.cat([s.flatten(1) if s.dim() > 1 else s[:, None] for s in seconds], dim=1))
+    return torch.stack(columns, dim=-1).detach()
+
+
+def _jacobians(
+    problem: Problem, part: Part, blocks: Sequence[Block], num_outputs: int
+) -> Callable[[int, int], list[Tensor]]:
+    """A function from a range of samples to each block's Jacobian, (samples · outputs) × parameters."""
+    host = Host(problem.modules)
+    params = [param for block in blocks for param in block.params]
+    try:
+        names = host.owners(params)
+    except TracingError as error:
+        raise FormingError(str(error)) from error
+    sampled = [tensor.dim() > 0 for tensor in tensors_of(part.batch)]
+
+    def output_along(values: Sequence[Tensor], inputs: Sequence[Tensor], direction: Tensor) -> Tensor:
+        sample = [tensor[None] if own else tensor for tensor, own in zip(inputs, sampled, strict=True)]
+        stand_ins = {name: values[index] for name, index in names.items()}
+
+        def call() -> Any:
+            return problem.objective(rebuild(part.batch, sample))
+
+        outputs, _ = functional_call(host, stand_ins, (call,), tie_weights=False)
+        flat = [tensor.reshape(-1) for tensor in tensors_of(outputs) if tensor.is_floating_point()]
+        return torch.cat(flat) @ direction
+
+    along = vmap(grad(output_along), in_dims=(None, [0 if own else None for own in sampled], 0))
+    values = [param.detach() for param in params]
+
+    def rows(start: int, stop: int) -> list[Tensor]:
+        num_samples = stop - start
+        chunk = take(part.batch, start, stop)
+        # The batch once per output and a single backward pass is faster than a backward pass per output.
+        inputs = [
+            tensor.repeat_interleave(num_outputs, 0) if own else tensor
+            for tensor, own in zip(tensors_of(chunk), sampled, strict=True)
+        ]
+        directions = torch.eye(num_outputs, dtype=values[0].dtype, device=values[0].device).repeat(
+            num_samples, 1
+        )
+        try:
+            with twice_differentiable():
+                gradients = iter(along(values, inputs, directions))
+        except Exception as error:  # whatever an operation without a batching rule may raise
+            raise FormingError(f"{type(error).__name__}: {str(error).strip().splitlines()[0]}") from error
+        return [torch.cat([next(gradients).flatten(1) for _ in block.params], dim=1) for block in blocks]
+
+    return rows

@@ -1,0 +1,116 @@
+"""How products with a curvature matrix are made: what the ways to them have in common."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from blockhf.blocks import Block
+from blockhf.objective import Evaluation, Part, Problem
+from blockhf.operators import BlockMatrix
+
+
+class Curvature(Protocol):
+    """Which matrix describes the loss near a point."""
+
+    def at(self, evaluation: Evaluation, blocks: Sequence[Block]) -> BlockMatrix:
+        """The matrix at the point and on the samples of the evaluation."""
+        ...
+
+
+class Products(Protocol):
+    """A way to products with the matrix on a problem's curvature batch.
+
+    The matrix may have ``notes``, one for each block, which go into the report.
+    """
+
+    def linearize(self, curvature: Curvature, problem: Problem, num_products: Sequence[int]) -> BlockMatrix:
+        """The matrix, ready for about ``num_products[b]`` products with block ``b``."""
+        ...
+
+
+class PartMatrix(BlockMatrix, Protocol):
+    """The matrix on one part of the batch, and how much memory its products hold on to."""
+
+    @property
+    def num_bytes(self) -> int: ...
+
+
+def over_parts(
+    problem: Problem, linearize: Callable[[Part], Callable[[], PartMatrix]], memory_budget: int
+) -> BlockMatrix:
+    """The matrix on all parts of the curvature batch.
+
+    One part is linearized once. Of several, the first are kept for as long as ``memory_budget`` bytes
+    last, and the others are linearized anew for each product, on the same random numbers.
+
+    Args:
+        problem: The problem.
+        linearize: From a part to a function that linearizes it, the same way each time.
+        memory_budget: How many bytes the parts that are kept may hold together.
+    """
+    parts = problem.curvature_parts()
+    makers = [linearize(part) for part in parts]
+    weights = [part.weight for part in parts]
+    if len(parts) == 1:
+        return _scaled(makers[0](), weights[0])
+    kept: list[BlockMatrix | None] = [None] * len(parts)
+    for index, make in enumerate(makers):
+        if memory_budget <= 0:
+            break
+        matrix = make()
+        memory_budget -= matrix.num_bytes
+        if memory_budget < 0:
+            break
+        kept[index] = matrix
+    return _SumOfParts(makers, weights, kept)
+
+
+def _scaled(matrix: BlockMatrix, weight: float) -> BlockMatrix:
+    return matrix if weight == 1.0 else _Scaled(matrix, weight)
+
+
+@dataclass(frozen=True, eq=False)
+class _Scaled:
+    matrix: BlockMatrix
+    weight: float
+
+    def product(self, row: int, column: int, vector: Tensor) -> Tensor:
+        return self.matrix.product(row, column, vector) * self.weight
+
+
+@dataclass(frozen=True, eq=False)
+class _SumOfParts:
+    makers: Sequence[Callable[[], BlockMatrix]]
+    weights: Sequence[float]
+    kept: Sequence[BlockMatrix | None]
+
+    def product(self, row: int, column: int, vector: Tensor) -> Tensor:
+        total: Tensor | None = None
+        for make, weight, kept in zip(self.makers, self.weights, self.kept, strict=True):
+            product = (kept or make()).product(row, column, vector) * weight
+            total = product if total is None else total.add_(product)
+        assert total is not None
+        return total
+
+
+@dataclass(frozen=True, eq=False)
+class Noted:
+    """A matrix with a word on each of its blocks."""
+
+    matrix: BlockMatrix
+    notes: Sequence[str]
+
+    def product(self, row: int, column: int, vector: Tensor) -> Tensor:
+        return self.matrix.product(row, column, vector)
+
+
+def closeness(one: Tensor, other: Tensor) -> tuple[float, float]:
+    """The relative difference of two results that should be equal, and how large rounding may make it."""
+    scale = float(torch.linalg.vector_norm(other)) or 1.0
+    difference = float(torch.linalg.vector_norm(one - other)) / scale
+    return difference, torch.finfo(other.dtype).eps ** 0.5
