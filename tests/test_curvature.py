@@ -406,7 +406,7 @@ def test_a_parameter_that_is_not_used_has_zero_rows_and_columns(curvature: Curva
     blocks = [Block("all", (used.weight, unused, used.bias))]
     problem = Problem(objective, vectors(4), blocks)
     problem.differentiate()
-    matrix = linearize(curvature, problem)
+    matrix = DoubleBackward().linearize(curvature, problem)
     rows = torch.stack([matrix.product(0, 0, vector) for vector in torch.eye(12).double()])
     assert not rows[6:10].any()
     assert not rows[:, 6:10].any()
@@ -421,7 +421,7 @@ def test_a_block_in_which_the_loss_is_linear_has_a_zero_hessian() -> None:
 
     problem = Problem(objective, vectors(4), [Block("linear", (slope,)), Block("curved", (weight,))])
     problem.differentiate()
-    matrix = linearize(Hessian(), problem)
+    matrix = DoubleBackward().linearize(Hessian(), problem)
     assert not matrix.product(0, 0, torch.ones(3).double()).any()
     assert not matrix.product(1, 0, torch.ones(3).double()).any()
     assert not matrix.product(0, 1, torch.ones(2).double()).any()

@@ -223,7 +223,7 @@ def test_ctrl_c_keeps_what_was_recorded(
             raise KeyboardInterrupt
 
     monkeypatch.setattr(demo, "train", interrupted)
-    assert _main(monkeypatch, "demo", "--quick", "--out", str(tmp_path)) == 130
+    assert _main(monkeypatch, "demo", "--quick", "--seconds", "60", "--out", str(tmp_path)) == 130
     shown = capsys.readouterr()
     assert "Interrupted" in shown.out
     assert shown.err == ""

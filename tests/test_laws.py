@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from blockhf.blocks import Block
-from blockhf.curvature import GaussNewton, linearize
+from blockhf.curvature import DoubleBackward, GaussNewton
 from blockhf.objective import Problem
 from blockhf.operators import BlockMatrix, Damped, DiagonalBlock
 
@@ -60,7 +60,9 @@ class Case:
             outputs = self.model(batch[0])
             return outputs, self.loss(outputs, batch[1])
 
-        self.matrix: BlockMatrix = linearize(GaussNewton(), Problem(objective, (x, t), self.blocks))
+        self.matrix: BlockMatrix = DoubleBackward().linearize(
+            GaussNewton(), Problem(objective, (x, t), self.blocks)
+        )
 
     def vectors(self) -> list[Tensor]:
         return [torch.randn(block.size, dtype=torch.float64) for block in self.blocks]

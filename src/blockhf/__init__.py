@@ -15,7 +15,7 @@ from blockhf.damping import Constant, LevenbergMarquardt
 from blockhf.optimizer import BlockHF
 from blockhf.report import BlockReport, StepReport
 from blockhf.search import Backtracking, BestIterate, FixedStep
-from blockhf.solvers import ConjugateGradient, Status, conjugate_gradient
+from blockhf.solvers import Cholesky, ConjugateGradient, Status, conjugate_gradient
 
 __version__ = "0.1.0"
 
@@ -25,6 +25,7 @@ __all__ = [
     "BestIterate",
     "BlockHF",
     "BlockReport",
+    "Cholesky",
     "ConjugateGradient",
     "Constant",
     "DoubleBackward",

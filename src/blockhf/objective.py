@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -335,7 +334,6 @@ class Problem:
         """
         loss: Any = 0.0
         gradient: list[Tensor] = []
-        begin = time.perf_counter()
         with self._buffers:
             for part in self.parts:
                 with self._kernels():
@@ -349,7 +347,6 @@ class Problem:
                 if self._whole:
                     self._evaluation = evaluation
                 self.work.gradient_samples += evaluation.num_samples or 1
-        self.seconds_per_sample = (time.perf_counter() - begin) / self.num_samples
         self.work.num_gradients += 1
         return loss, gradient
 
@@ -389,10 +386,14 @@ class Problem:
         """The objective's own loss on a part of the curvature batch, here."""
         if self._evaluation is not None and part is self.parts[0]:
             evaluation, self._evaluation = self._evaluation, None
-        else:
-            with self._frozen(), IsolatedBuffers(), twice_differentiable():
-                evaluation = part.evaluate()
-            self.work.evaluated_samples += evaluation.num_samples or 1
+            return evaluation.loss.detach()
+        return self.run(part)
+
+    def run(self, part: Part) -> Tensor:
+        """A forward pass over a part that leaves no trace; returns the loss."""
+        with self._frozen(), IsolatedBuffers(), twice_differentiable():
+            evaluation = part.evaluate()
+        self.work.evaluated_samples += evaluation.num_samples or 1
         return evaluation.loss.detach()
 
     @property

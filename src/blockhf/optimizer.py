@@ -228,7 +228,6 @@ class BlockHF(Optimizer):
         with watch.phase("curvature"):
             max_steps = [self._max_steps(*pair) for pair in zip(found.groups, problem.blocks, strict=True)]
             matrix = self.products.linearize(self.curvature, problem, max_steps)
-            found.notes = list(getattr(matrix, "notes", [type(self.products).__name__] * len(gradient)))
             dampings = [float(group["damping"]) for group in found.groups]
             inverses: Sequence[Any] = [None] * len(gradient)
             if self.preconditioner is not None:
@@ -260,6 +259,7 @@ class BlockHF(Optimizer):
                 )
             ]
             found.solutions = self.solver.solve(systems, matrix)
+            found.notes = list(getattr(matrix, "notes", [type(self.products).__name__] * len(gradient)))
             found.num_products = [counter.num_products for counter in counters]
             found.proposals = [
                 Proposal(slope, solution.x, solution.model, damping, float(group["lr"]), solution.iterates)

@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import enum
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from blockhf.operators import BlockMatrix, LinearOperator
+from blockhf.operators import BlockMatrix, Damped, LinearOperator
 
 
 class Status(enum.Enum):
@@ -244,3 +244,38 @@ class ConjugateGradient:
             )
             for system in systems
         ]
+
+
+@dataclass(frozen=True)
+class Cholesky:
+    """Outright where a block's matrix is there (``products=Formed()``), and otherwise as ``other`` does.
+
+    A matrix that is not positive definite is left to ``other`` too.
+    """
+
+    other: BlockSolver = field(default_factory=ConjugateGradient)
+
+    def solve(self, systems: Sequence[System], matrix: BlockMatrix) -> list[Solution]:
+        dense: Mapping[int, Tensor] = getattr(matrix, "dense", {})
+        solutions = [
+            self._factorize(dense[index], system) if index in dense else None
+            for index, system in enumerate(systems)
+        ]
+        rest = [system for system, solution in zip(systems, solutions, strict=True) if solution is None]
+        others = iter(self.other.solve(rest, matrix) if rest else ())
+        return [solution or next(others) for solution in solutions]
+
+    def _factorize(self, matrix: Tensor, system: System) -> Solution | None:
+        damping = system.operator.damping if isinstance(system.operator, Damped) else 0.0
+        A = matrix + damping * torch.eye(len(matrix), dtype=matrix.dtype, device=matrix.device)
+        factor, failed = torch.linalg.cholesky_ex(A)
+        b = system.rhs
+        x = torch.cholesky_solve(b[:, None], factor)[:, 0]
+        if bool(failed) or not bool(x.isfinite().all()):
+            return None
+        r = b - A @ x
+        norm = float(torch.linalg.vector_norm(b))
+        residual = float(torch.linalg.vector_norm(r)) / norm if norm > 0 else 0.0
+        last = Iterate(0, x, -0.5 * float(x @ (b + r)))
+        iterates = () if system.record is None else (last,)
+        return Solution(x, Status.CONVERGED, 0, 0, residual, last.model, iterates)

@@ -1,25 +1,28 @@
-"""The choice between the ways to a product, block by block."""
+"""The choice between the ways to a product, block by block.
+
+The choice goes by counted multiplications, never by the clock: the same run makes the same choice again, so
+a resumed run continues bit for bit.
+"""
 
 from __future__ import annotations
 
-import time
 import warnings
 from collections.abc import Sequence
-from functools import cache
+from typing import Any
 
-import torch
+from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
 
 from blockhf.curvature.dense import Formed, FormedMatrix, FormingError, lazily
 from blockhf.curvature.gauss_newton import GaussNewton
 from blockhf.curvature.graph import DoubleBackward
 from blockhf.curvature.products import Curvature, Noted
 from blockhf.curvature.traced import Traced, TracingError
-from blockhf.objective import Problem
+from blockhf.objective import Problem, batch_size
 from blockhf.operators import BlockMatrix
 
-# Costs in gradients on the curvature batch, as measured on two cores; see benchmarks/costs.py.
-_PRODUCT = 1.2
-_JACOBIAN_PER_OUTPUT = 1.0
+_SMALLEST = 1_000_000
+"""Parameters times samples from which on it pays to look for another way than the double backward."""
 
 _LONGEST_GRAPH = 2000
 """Nodes of the loss's graph up to which tracing takes seconds; unrolled recurrences have more."""
@@ -28,8 +31,10 @@ _LONGEST_GRAPH = 2000
 class Auto:
     """Forms small blocks, traces the others, and falls back to the double backward.
 
-    A block is formed where that is estimated to take less time than its CG steps. If the objective cannot
-    be formed or traced, one warning says why, and the next way is taken from then on.
+    Blocks are formed where that takes fewer multiplications than their CG steps. The multiplications of a
+    forward pass are counted once for each shape of the batch. Where the objective cannot be traced, one
+    warning says why, and products are by double backward from then on. The report has the choice and its
+    reason.
 
     Args:
         compile: As for ``Traced``.
@@ -40,74 +45,79 @@ class Auto:
         self.formed = Formed()
         self.traced = Traced(compile=compile, memory_budget=memory_budget)
         self.graph = DoubleBackward(memory_budget=memory_budget)
-        self._no_forming: str | None = None
-        self._no_tracing: str | None = None
+        self._forward: dict[Any, int] = {}
+        self._no_forming = ""
+        self._no_tracing = ""
 
     def linearize(self, curvature: Curvature, problem: Problem, num_products: Sequence[int]) -> BlockMatrix:
+        size = sum(block.size for block in problem.blocks) * problem.num_curvature_samples
+        if problem.batch is None or size < _SMALLEST:
+            reason = "no batch to trace with" if problem.batch is None else "too small for other ways to pay"
+            return _by_double_backward(self.graph.linearize(curvature, problem), problem, reason)
+
+        dense: dict[int, Tensor] = {}
         small = self._worth_forming(curvature, problem, num_products)
-        notes = [""] * len(problem.blocks)
-        dense = {}
         if small:
             try:
-                matrices = self.formed.form(curvature, problem, small)
-                dense = dict(zip(small, matrices, strict=True))
-                for index in small:
-                    size = problem.blocks[index].size
-                    notes[index] = f"formed, {size} x {size}: cheaper than {num_products[index]} products"
+                dense = dict(zip(small, self.formed.form(curvature, problem, small), strict=True))
             except FormingError as error:
-                self._no_forming = str(error)
-                self._warn("forming small blocks", error, "other products")
-        if len(dense) == len(problem.blocks):
-            return Noted(FormedMatrix(dense, lazily(lambda: self.graph.linearize(curvature, problem))), notes)
-        matrix, note = self._product(curvature, problem)
-        notes = [own or note for own in notes]
-        return Noted(FormedMatrix(dense, lambda: matrix) if dense else matrix, notes)
+                self._no_forming = f" (cannot be formed: {error})"
+        others = lazily(lambda: self._product(curvature, problem))
+        if len(dense) < len(problem.blocks):
+            others()
 
-    def _product(self, curvature: Curvature, problem: Problem) -> tuple[BlockMatrix, str]:
-        if self._no_tracing is None and problem.batch is not None:
-            if problem.num_nodes > _LONGEST_GRAPH:
-                note = f"double backward: tracing {problem.num_nodes} operations would take long"
-                return self.graph.linearize(curvature, problem), note
+        def describe() -> list[str]:
+            return [
+                f"formed, {block.size} x {block.size}: cheaper than {num_products[index]} products"
+                if index in dense
+                else others().notes[index] + self._no_forming
+                for index, block in enumerate(problem.blocks)
+            ]
+
+        return Noted(FormedMatrix(dense, others), describe)
+
+    def _product(self, curvature: Curvature, problem: Problem) -> Noted:
+        reason = self._no_tracing
+        if not reason and problem.num_nodes > _LONGEST_GRAPH:
+            reason = f"tracing a graph of {problem.num_nodes} nodes would take long"
+        if not reason:
             try:
-                matrix = self.traced.linearize(curvature, problem)
-                return matrix, getattr(matrix, "notes", ["traced"])[0]
+                return self.traced.linearize(curvature, problem)
             except TracingError as error:
-                self._no_tracing = str(error)
-                self._warn("tracing", error, "the double backward")
-        reason = self._no_tracing or "no batch to trace with"
-        return self.graph.linearize(curvature, problem), f"double backward: {reason}"
+                reason = self._no_tracing = str(error)
+                warnings.warn(
+                    f"This objective cannot be traced: {error}. Products are by double backward instead. To "
+                    "have it so without a warning, pass products=DoubleBackward().",
+                    stacklevel=2,
+                )
+        return _by_double_backward(self.graph.linearize(curvature, problem), problem, reason)
 
     def _worth_forming(
         self, curvature: Curvature, problem: Problem, num_products: Sequence[int]
     ) -> list[int]:
-        if self._no_forming is not None or not isinstance(curvature, GaussNewton) or problem.batch is None:
+        sizes = [block.size for block in problem.blocks]
+        if self._no_forming or not isinstance(curvature, GaussNewton) or min(sizes) > self.formed.max_size:
             return []
-        device = problem.devices[0]
-        gradient = problem.seconds_per_sample * problem.num_curvature_samples
+        gradient = 3 * self._count(problem) * problem.num_curvature_samples
         rows = problem.num_curvature_samples * problem.num_outputs
-        small, saved = [], -_JACOBIAN_PER_OUTPUT * problem.num_outputs * gradient
-        for index, block in enumerate(problem.blocks):
-            multiply = 2 * rows * block.size**2 / _multiplications_per_second(str(device))
-            gain = num_products[index] * _PRODUCT * gradient - multiply
-            if block.size <= self.formed.max_size and gain > 0:
+        small, saved = [], -gradient * problem.num_outputs
+        for index, size in enumerate(sizes):
+            gain = 4 / 3 * gradient * num_products[index] - 2 * rows * size**2
+            if size <= self.formed.max_size and gain > 0:
                 small.append(index)
                 saved += gain
         return small if saved > 0 else []
 
-    def _warn(self, what: str, error: Exception, instead: str) -> None:
-        warnings.warn(
-            f"{what.capitalize()} is not possible for this objective: {error}. It goes on with {instead}.",
-            stacklevel=2,
-        )
+    def _count(self, problem: Problem) -> float:
+        """Multiplications and additions of the forward pass of one sample."""
+        part = problem.curvature_parts()[0]
+        num_samples = batch_size(part.batch)
+        if num_samples not in self._forward:
+            with FlopCounterMode(display=False) as counter:
+                problem.run(part)
+            self._forward[num_samples] = counter.get_total_flops()
+        return self._forward[num_samples] / num_samples
 
 
-@cache
-def _multiplications_per_second(device: str) -> float:
-    """The rate of a matrix product, measured once."""
-    matrix = torch.ones(512, 512, device=device)
-    seconds = float("inf")
-    for _ in range(5):
-        start = time.perf_counter()
-        float((matrix @ matrix)[0, 0])  # waits for the device
-        seconds = min(seconds, time.perf_counter() - start)
-    return 2 * 512**3 / seconds
+def _by_double_backward(matrix: BlockMatrix, problem: Problem, reason: str) -> Noted:
+    return Noted(matrix, lambda: [f"double backward: {reason}"] * len(problem.blocks))

@@ -11,7 +11,7 @@ network. The matrix is checked against a product by double backward before it is
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -32,6 +32,8 @@ from blockhf.objective import (
     twice_differentiable,
 )
 from blockhf.operators import BlockMatrix
+
+Matrix = TypeVar("Matrix", bound=BlockMatrix)
 
 
 class FormingError(Exception):
@@ -66,7 +68,7 @@ class Formed:
         fallback = lazily(lambda: DoubleBackward().linearize(curvature, problem))
         matrices = self.form(curvature, problem, everything)
         notes = [f"formed, {block.size} x {block.size}" for block in problem.blocks]
-        return Noted(FormedMatrix(dict(zip(everything, matrices, strict=True)), fallback), notes)
+        return Noted(FormedMatrix(dict(zip(everything, matrices, strict=True)), fallback), lambda: notes)
 
     def form(self, curvature: Curvature, problem: Problem, indices: Sequence[int]) -> list[Tensor]:
         """The matrices of some blocks on the curvature batch."""
@@ -126,11 +128,11 @@ class FormedMatrix:
         return self.other().product(row, column, vector)
 
 
-def lazily(make: Callable[[], BlockMatrix]) -> Callable[[], BlockMatrix]:
+def lazily(make: Callable[[], Matrix]) -> Callable[[], Matrix]:
     """A function that makes the matrix when it is first asked for."""
-    made: list[BlockMatrix] = []
+    made: list[Matrix] = []
 
-    def get() -> BlockMatrix:
+    def get() -> Matrix:
         if not made:
             made.append(make())
         return made[0]
@@ -203,6 +205,8 @@ def _jacobians(
                 gradients = iter(along(values, inputs, directions))
         except Exception as error:  # whatever an operation without a batching rule may raise
             raise FormingError(f"{type(error).__name__}: {str(error).strip().splitlines()[0]}") from error
-        return [torch.cat([next(gradients).flatten(1) for _ in block.params], dim=1) for block in blocks]
+        return [
+            torch.cat([next(gradients).detach().flatten(1) for _ in block.params], dim=1) for block in blocks
+        ]
 
     return rows

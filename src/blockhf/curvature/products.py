@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -100,10 +100,20 @@ class _SumOfParts:
 
 @dataclass(frozen=True, eq=False)
 class Noted:
-    """A matrix with a word on each of its blocks."""
+    """A matrix with a word on each of its blocks, which may change while it is used."""
 
     matrix: BlockMatrix
-    notes: Sequence[str]
+    describe: Callable[[], Sequence[str]]
+
+    @property
+    def notes(self) -> Sequence[str]:
+        return self.describe()
+
+    @property
+    def dense(self) -> Mapping[int, Tensor]:
+        """Those diagonal blocks that are there."""
+        dense: Mapping[int, Tensor] = getattr(self.matrix, "dense", {})
+        return dense
 
     def product(self, row: int, column: int, vector: Tensor) -> Tensor:
         return self.matrix.product(row, column, vector)

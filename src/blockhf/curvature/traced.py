@@ -36,7 +36,6 @@ from blockhf.objective import (
     tensors_of,
     twice_differentiable,
 )
-from blockhf.operators import BlockMatrix
 
 _aten = torch.ops.aten
 _COPIES = (_aten.detach.default, _aten.alias.default)
@@ -68,9 +67,7 @@ class Traced:
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_traces": {}}  # traces hold on to the model and are made again
 
-    def linearize(
-        self, curvature: Curvature, problem: Problem, num_products: Sequence[int] = ()
-    ) -> BlockMatrix:
+    def linearize(self, curvature: Curvature, problem: Problem, num_products: Sequence[int] = ()) -> Noted:
         """The matrix; raises ``TracingError`` where the objective cannot be traced."""
         if problem.batch is None:
             raise TracingError("an objective of no arguments has no batch to trace with")
@@ -91,8 +88,7 @@ class Traced:
             return make
 
         matrix = over_parts(problem, maker, self.memory_budget)
-        note = f"traced, {used[0].num_nodes} operations, in {used[0].seconds:.1f} s" if used else "traced"
-        return Noted(matrix, [note] * len(problem.blocks))
+        return Noted(matrix, lambda: [used[0].note if used else "traced"] * len(problem.blocks))
 
     def _at(self, curvature: Curvature, problem: Problem, part: Part, *, check: bool) -> _TracedPart:
         key = _signature(curvature, problem, part)
@@ -244,9 +240,11 @@ class Trace:
         return self._products[row, column]
 
     @property
-    def compile_seconds(self) -> float:
-        """How long the first calls of the compiled products took."""
-        return sum(product.seconds for product in self._products.values() if isinstance(product, _Compiled))
+    def note(self) -> str:
+        """What the report says of products that are made by this trace."""
+        compiled = [product.seconds for product in self._products.values() if isinstance(product, _Compiled)]
+        note = f"traced, {self.num_nodes} operations, in {self.seconds:.1f} s"
+        return note + (f", compiled in {sum(compiled):.1f} s" if compiled else "")
 
 
 class _Product:
