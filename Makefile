@@ -25,8 +25,11 @@ format: $(DEV)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-bench: $(DEV)
-	$(BIN)/python benchmarks/costs.py
+# The libraries to compare with are optional: benchmarks/peers.txt.
+bench: $(DEMO)
+	$(BIN)/blockhf bench products --profile
+	$(BIN)/blockhf bench step
+	$(BIN)/blockhf bench memory
 
 clean:
 	rm -rf $(VENV) build dist site .pytest_cache .mypy_cache .ruff_cache

@@ -1,6 +1,7 @@
-"""The command line: ``blockhf demo`` and ``blockhf --version``."""
+"""The command line: ``blockhf demo``, ``blockhf bench`` and ``blockhf --version``."""
 
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
@@ -85,4 +86,88 @@ def _app() -> "typer.Typer":
         if not finished:
             raise typer.Exit(130)
 
+    app.add_typer(_bench(fail), name="bench")
     return app
+
+
+def _bench(fail: Callable[[Exception], NoReturn]) -> "typer.Typer":
+    import typer
+
+    bench = typer.Typer(no_args_is_help=True, help="Measure what products and updates cost.")
+    Networks = Annotated[
+        str, typer.Option(help="Names with commas between them.", show_default="all that it is for")
+    ]
+    Samples = Annotated[
+        int | None, typer.Option(help="Fewer samples, to try it out.", show_default="each network's own")
+    ]
+    Repetitions = Annotated[int, typer.Option(help="Turns of each candidate; the best one counts.")]
+    Threads = Annotated[int | None, typer.Option(help="Threads to compute with.", show_default="torch's own")]
+    Seed = Annotated[int, typer.Option(min=0, max=2**63 - 1, help="Of weights and samples.")]
+    Json = Annotated[Path | None, typer.Option("--json", help="File for the numbers.")]
+
+    def measure(what: str, networks: str, out: Path | None, **options: Any) -> None:
+        from rich.console import Console
+
+        from blockhf.experiments.bench import Options, run
+
+        names = tuple(name.strip() for name in networks.split(",") if name.strip())
+        try:
+            finished = run(what, Options(names, **options), out, Console())
+        except (OSError, ValueError) as error:
+            fail(error)
+        if not finished:
+            raise typer.Exit(130)
+
+    @bench.command()
+    def products(
+        networks: Networks = "",
+        samples: Samples = None,
+        repetitions: Repetitions = 7,
+        threads: Threads = None,
+        seed: Seed = 0,
+        json: Json = None,
+        compile: Annotated[bool, typer.Option("--compile", help="Compiled products too: minutes.")] = False,
+        everything: Annotated[bool, typer.Option("--all", help="Trace the LSTM too: minutes.")] = False,
+        profile: Annotated[bool, typer.Option("--profile", help="And where CG's time goes.")] = False,
+    ) -> None:
+        """A Gauss-Newton product, in gradients, by this library and by those that are installed."""
+        measure(
+            "products",
+            networks,
+            json,
+            samples=samples,
+            repetitions=repetitions,
+            threads=threads,
+            seed=seed,
+            compile=compile,
+            everything=everything,
+            profile=profile,
+        )
+
+    @bench.command()
+    def step(
+        networks: Networks = "",
+        samples: Samples = None,
+        repetitions: Repetitions = 7,
+        threads: Threads = None,
+        seed: Seed = 0,
+        json: Json = None,
+    ) -> None:
+        """An update of HF, block HF and Adam at the paper's settings."""
+        measure("step", networks, json, samples=samples, repetitions=repetitions, threads=threads, seed=seed)
+
+    @bench.command()
+    def memory(
+        networks: Networks = "",
+        samples: Samples = None,
+        repetitions: Repetitions = 7,
+        threads: Threads = None,
+        seed: Seed = 0,
+        json: Json = None,
+    ) -> None:
+        """Memory of the products with and without micro-batches."""
+        measure(
+            "memory", networks, json, samples=samples, repetitions=repetitions, threads=threads, seed=seed
+        )
+
+    return bench

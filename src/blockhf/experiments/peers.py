@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.dlpack import from_dlpack
 
 from blockhf import GaussNewton, blocks
 from blockhf.blocks import Block, Group
@@ -202,7 +203,7 @@ def jax(network: Network) -> Way:
         return native([piece.view(shape) for piece, shape in zip(pieces, shapes, strict=True)])
 
     def leave(vector: Any) -> Tensor:
-        return torch.cat([torch.from_dlpack(vector[name]).flatten() for name in names])
+        return torch.cat([from_dlpack(vector[name]).flatten() for name in names])
 
     return Way(
         "JAX",
