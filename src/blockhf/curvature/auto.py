@@ -25,7 +25,10 @@ _SMALLEST = 1_000_000
 """Parameters times samples from which on it pays to look for another way than the double backward."""
 
 _LONGEST_GRAPH = 2000
-"""Nodes of the loss's graph up to which tracing takes seconds; unrolled recurrences have more."""
+"""Nodes of the loss's graph up to which tracing takes seconds; unrolled recurrences have more.
+
+They are traced only to be compiled, which makes their products several times faster; without, it does not pay.
+"""
 
 
 class Auto:
@@ -78,8 +81,8 @@ class Auto:
 
     def _product(self, curvature: Curvature, problem: Problem) -> Noted:
         reason = self._no_tracing
-        if not reason and problem.num_nodes > _LONGEST_GRAPH:
-            reason = f"tracing a graph of {problem.num_nodes} nodes would take long"
+        if not reason and problem.num_nodes > _LONGEST_GRAPH and not self.traced.compile:
+            reason = f"tracing a graph of {problem.num_nodes} nodes takes long and pays only if compiled"
         if not reason:
             try:
                 return self.traced.linearize(curvature, problem)

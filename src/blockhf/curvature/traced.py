@@ -24,6 +24,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from blockhf.blocks import Block
 from blockhf.curvature.fisher import MonteCarloFisher
+from blockhf.curvature.outline import outline
 from blockhf.curvature.products import Curvature, Noted, PartMatrix, closeness, over_parts
 from blockhf.objective import (
     Evaluation,
@@ -38,6 +39,8 @@ from blockhf.objective import (
 )
 
 _aten = torch.ops.aten
+_LONG = 1500
+"""Operations from which on only what repeats is compiled."""
 _COPIES = (_aten.detach.default, _aten.alias.default)
 
 
@@ -262,7 +265,7 @@ class _Compiled(_Product):
     """A product that ``torch.compile`` made faster, or the same product if that fails."""
 
     def __init__(self, product: _Product) -> None:
-        super().__init__(product.residuals, torch.compile(product.function, dynamic=False))
+        super().__init__(product.residuals, self._compiled(product.function))
         self.plain = product
         self.seconds = 0.0
         self._ready = False
@@ -283,6 +286,13 @@ class _Compiled(_Product):
             result = super().__call__(residuals, row, column, vector)
         self.seconds, self._ready = time.perf_counter() - start, True
         return result
+
+    @staticmethod
+    def _compiled(function: Any) -> Callable[..., Any]:
+        def compile(module: fx.GraphModule) -> Any:
+            return torch.compile(module, dynamic=False)
+
+        return outline(function, compile) if len(function.graph.nodes) > _LONG else compile(function)
 
 
 class _TracedPart:
@@ -483,7 +493,11 @@ def _restrict(module: fx.GraphModule, num_residuals: int, rows: range, columns: 
     placeholders = [node for node in module.graph.nodes if node.op == "placeholder"]
     for index, node in enumerate(placeholders):
         is_zero = index >= num_residuals and index - num_residuals not in columns
-        copies[node] = None if is_zero else graph.placeholder(node.name)
+        if is_zero:
+            copies[node] = None
+        else:
+            copies[node] = copy = graph.placeholder(node.name)
+            copy.meta = dict(node.meta)
     linear = set(placeholders[num_residuals:])  # the nodes that depend on the vector, linearly
     for node in module.graph.nodes:
         if node.op in ("placeholder", "output"):

@@ -1,0 +1,103 @@
+"""Repetitions in a graph are found, and what is made of them is the same function."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, fx
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from blockhf import GaussNewton
+from blockhf.blocks import Block
+from blockhf.curvature import outline as room
+from blockhf.curvature.outline import outline
+from blockhf.curvature.traced import Trace
+from blockhf.experiments.lstm import SequenceClassifier
+
+
+def recurrence(state: Tensor, weight: Tensor, inputs: list[Tensor]) -> tuple[Tensor, Tensor]:
+    total = torch.zeros_like(state)
+    for given in inputs:
+        for _ in range(12):
+            state = torch.tanh(state @ weight) + given
+        total = total + state.sin()
+    return state, total
+
+
+def recorded(num_steps: int) -> tuple[fx.GraphModule, list[Tensor]]:
+    generator = torch.Generator().manual_seed(0)
+    state, weight, *inputs = (
+        torch.randn(4, 4, generator=generator, dtype=torch.float64) for _ in range(num_steps + 2)
+    )
+    module = make_fx(lambda s, w, *i: recurrence(s, w, list(i)), tracing_mode="fake")(state, weight, *inputs)
+    return module, [state, weight, *inputs]
+
+
+def test_each_kind_of_piece_is_compiled_once() -> None:
+    module, arguments = recorded(10)
+    compiled: list[fx.GraphModule] = []
+
+    def compile(piece: fx.GraphModule) -> fx.GraphModule:
+        compiled.append(piece)
+        return piece
+
+    outlined = outline(module, compile)
+    num_operations = sum(node.op == "call_function" for node in module.graph.nodes)
+    num_calls = sum(node.op == "call_module" for node in outlined.graph.nodes)
+    assert len(compiled) <= 2
+    assert num_calls >= 4
+    inside = sum(node.op == "call_function" for node in compiled[0].graph.nodes)
+    assert num_calls * inside > num_operations / 2
+    for one, other in zip(outlined(*arguments), module(*arguments), strict=True):
+        assert torch.equal(one, other)
+
+
+def test_a_graph_that_does_not_repeat_stays_as_it_is() -> None:
+    module, arguments = recorded(2)
+    outlined = outline(module, lambda piece: pytest.fail("nothing is to be compiled"))
+    assert len(outlined.graph.nodes) == len(module.graph.nodes)
+    for one, other in zip(outlined(*arguments), module(*arguments), strict=True):
+        assert torch.equal(one, other)
+
+
+def test_pieces_that_differ_in_a_constant_or_a_shape_are_of_different_kinds() -> None:
+    sequence = [0, 1, 2] * 30
+    assert room._repetition(sequence, 0)[1] >= 2
+    sequence[50] = 7
+    cuts = room._cut([*sequence, 9])
+    assert cuts[0][0] == 0
+    assert cuts[-1][1] == len(sequence) + 1
+    assert all(stop == start for (_, stop), (start, _) in itertools.pairwise(cuts))
+
+
+def test_the_outlined_product_of_an_unrolled_lstm_is_the_product() -> None:
+    torch.manual_seed(0)
+    model = SequenceClassifier(1, 3).double()
+    inputs, targets = torch.rand(5, 14, 1, dtype=torch.float64), torch.randint(3, (5,))
+
+    def objective(batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        outputs = model(batch[0])
+        return outputs, F.cross_entropy(outputs, batch[1])
+
+    block = Block("all", tuple(model.parameters()))
+    trace = Trace(GaussNewton(), objective, (inputs, targets), [block], model.modules())
+    residuals, _ = trace.residuals(block.params, (inputs, targets))
+    product = trace.product(0, 0)
+    vector = torch.randn(block.size, dtype=torch.float64)
+    kinds: list[fx.GraphModule] = []
+
+    def compile(piece: fx.GraphModule) -> fx.GraphModule:
+        kinds.append(piece)
+        return piece
+
+    with torch.no_grad():
+        expected = product(residuals, block, block, vector)
+        function = product.function
+        assert isinstance(function, fx.GraphModule)
+        product.function = outline(function, compile)
+        actual = product(residuals, block, block, vector)
+    assert 1 <= len(kinds) <= 8
+    assert torch.equal(actual, expected)
