@@ -63,14 +63,15 @@ def test_a_graph_that_does_not_repeat_stays_as_it_is() -> None:
         assert torch.equal(one, other)
 
 
-def test_pieces_that_differ_in_a_constant_or_a_shape_are_of_different_kinds() -> None:
-    sequence = [0, 1, 2] * 30
-    assert room._repetition(sequence, 0)[1] >= 2
-    sequence[50] = 7
-    cuts = room._cut([*sequence, 9])
+def test_cuts_cover_the_sequence_without_gaps_and_a_disturbance_is_a_piece_of_its_own() -> None:
+    sequence = [0, 1, 2] * 80
+    assert room._repetition(sequence, 0) == (42, 5)
+    disturbed = [*sequence, 7, *sequence]
+    cuts = room._cut(disturbed)
     assert cuts[0][0] == 0
-    assert cuts[-1][1] == len(sequence) + 1
+    assert cuts[-1][1] == len(disturbed)
     assert all(stop == start for (_, stop), (start, _) in itertools.pairwise(cuts))
+    assert sum(stop - start == 42 for start, stop in cuts) == 10
 
 
 def test_the_outlined_product_of_an_unrolled_lstm_is_the_product() -> None:

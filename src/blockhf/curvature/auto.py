@@ -27,7 +27,7 @@ _SMALLEST = 1_000_000
 _LONGEST_GRAPH = 2000
 """Nodes of the loss's graph up to which tracing takes seconds; unrolled recurrences have more.
 
-They are traced only to be compiled, which makes their products several times faster; without, it does not pay.
+They are traced only to be compiled; without that it does not pay.
 """
 
 
