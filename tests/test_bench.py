@@ -247,7 +247,7 @@ def test_updates_are_measured(tmp_path: Path) -> None:
         "block HF, double backward",
     ]
     assert all(row["seconds"] > 0 for row in rows.values())
-    assert rows["block HF, double backward"]["note"].startswith("extrapolated: ")
+    assert rows["block HF, double backward"]["note"].startswith("extrapolated")
 
 
 def test_memory_is_measured(tmp_path: Path) -> None:

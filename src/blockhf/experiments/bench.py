@@ -427,6 +427,7 @@ class _Stepper:
         self._state = self.optimizer.state_dict()
         self.phases: dict[str, float] = {}
         self.num_products = 0
+        self.statuses: list[str] = []
 
     def __call__(self) -> None:
         self.optimizer.load_state_dict(self._state)
@@ -435,6 +436,7 @@ class _Stepper:
                 param.copy_(value)
         report = self._step()
         self.num_products = report.num_products
+        self.statuses = [block.status for block in report.blocks]
         phases = {name: phase.seconds for name, phase in report.phases.items()}
         if not self.phases or sum(phases.values()) < self.seconds:
             self.phases = phases
@@ -446,7 +448,8 @@ class _Stepper:
     @property
     def note(self) -> str:
         limits = [group["max_cg_steps"] + 1 for group in self.optimizer.param_groups]
-        return "" if self.num_products == sum(limits) else "CG ended early"
+        early = self.num_products < sum(limits)
+        return f"CG ended early: {', '.join(self.statuses)}" if early else ""
 
     def _step(self) -> StepReport:
         self.optimizer.step(self.case.objective, self.batch)
@@ -517,7 +520,7 @@ def lstm_steps(options: Options) -> list[StepRow]:
         )
     best(dict(steppers), options.repetitions)
     formed, graph = steppers["formed"], steppers["double backward"]
-    expected = len(graph.case.groups) * (full + 1)  # the first product is that of the start
+    expected = formed.num_products
     extrapolated = {**graph.phases, "solve": graph.phases["solve"] * expected / graph.num_products}
     reference = formed.seconds
     total = sum(extrapolated.values())
@@ -541,7 +544,7 @@ def lstm_steps(options: Options) -> list[StepRow]:
             unit,
             expected,
             extrapolated,
-            f"extrapolated: {graph.num_products} products were timed",
+            f"extrapolated to as many products: {graph.num_products} were timed",
         ),
     ]
 
