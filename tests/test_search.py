@@ -316,3 +316,9 @@ def test_a_search_says_what_it_needs_and_what_it_knows() -> None:
     searches: list[Search] = [FixedStep(), FixedStep(evaluates=True), Backtracking(), BestIterate()]
     assert [search.evaluates for search in searches] == [False, True, True, True]
     assert [search.record for search in searches] == [None, None, None, 1.3]
+
+
+def test_the_best_iterate_cannot_be_sought_where_the_solver_kept_none() -> None:
+    proposal = Proposal(torch.ones(1), -torch.ones(1), model=-0.5, damping=0.0, lr=1.0)
+    with pytest.raises(ValueError, match=r"the solver kept none. Use ConjugateGradient\(\)"):
+        BestIterate().choose(None, 1.0, [proposal])  # type: ignore[arg-type]

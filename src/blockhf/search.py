@@ -178,6 +178,8 @@ class BestIterate:
             raise ValueError(f"record is {self.record}, but must be above 1.")
 
     def choose(self, problem: Problem, loss: float, proposals: Sequence[Proposal]) -> Choice:
+        if not all(proposal.iterates for proposal in proposals):
+            raise ValueError("BestIterate needs iterates, and the solver kept none. Use ConjugateGradient().")
         depth = max(len(proposal.iterates) for proposal in proposals)
         best = Choice(None, "no iterate lowers the loss", loss=loss)
         for back in range(1, depth + 1):

@@ -41,7 +41,8 @@ class MonteCarloFisher:
     r""":math:`\frac1N \sum_i \mathbb{E}\, g_i g_i^\top` over targets drawn from the model's own prediction.
 
     Its mean is the Gauss-Newton matrix where the loss is the negative log likelihood in the natural
-    parameters, e.g. cross entropy of logits. The draws are made once per step.
+    parameters, e.g. cross entropy of logits. The log likelihood is summed within a sample: where the loss
+    is a mean over T time steps, this matrix is T times as large. The draws are made once per step.
 
     Args:
         distribution: From the outputs, each tensor an argument of its own, to the predicted distribution
