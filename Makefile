@@ -4,17 +4,21 @@ VENV := .venv
 BIN := $(VENV)/bin
 DEV := $(VENV)/.installed-dev
 DEMO := $(VENV)/.installed-demo
+DOCS := $(VENV)/.installed-docs
 
 .PHONY: demo test test-all lint format docs bench clean
 
 demo: $(DEMO)
 	$(BIN)/blockhf demo
 
+# Two workers of one thread each; more threads would only get in each other's way.
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist worksteal
+
 test: lint
-	$(BIN)/pytest -n 2 --dist worksteal
+	$(PYTEST)
 
 test-all: lint
-	$(BIN)/pytest -n 2 --dist worksteal -m "slow or not slow"
+	$(PYTEST) -m "slow or not slow"
 
 lint: $(DEV)
 	$(BIN)/ruff check .
@@ -24,6 +28,10 @@ lint: $(DEV)
 format: $(DEV)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+
+docs: $(DOCS)
+	$(BIN)/mkdocs build --quiet
+	@echo "The pages are in site/."
 
 # The libraries to compare with are optional: benchmarks/peers.txt.
 bench: $(DEMO)
@@ -45,3 +53,7 @@ $(DEMO): $(VENV)/bin/python pyproject.toml constraints.txt
 $(DEV): $(VENV)/bin/python pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet -c constraints.txt -e ".[dev]"
 	touch $@ $(DEMO)
+
+$(DOCS): $(VENV)/bin/python pyproject.toml constraints.txt
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e ".[docs]"
+	touch $@
