@@ -8,6 +8,7 @@ import math
 import os
 import subprocess
 import sys
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -135,22 +136,28 @@ def test_a_wrong_a_failing_and_a_missing_way_are_told_and_not_timed(monkeypatch:
     def failing() -> peers.Way:
         raise RuntimeError("no such kernel\nand more")
 
+    def uncompiled() -> peers.Way:
+        warnings.warn("torch.compile failed, so the products run without it", stacklevel=1)
+        return peers.ours("", bench.network("residual", 2), DoubleBackward())
+
     def ways(case: peers.Network, options: bench.Options) -> Iterator[Any]:
         yield "double backward", lambda: peers.ours("", case, DoubleBackward())
         yield "doubled", lambda: peers.Way("doubled", lambda: lambda vector: 2 * vector)
         yield "nan", lambda: peers.Way("nan", lambda: lambda vector: vector * math.nan)
         yield "missing", missing
         yield "failing", failing
+        yield "uncompiled", uncompiled
 
     monkeypatch.setattr(bench, "ways", ways)
     rows = {row.way: row for row in bench.products(bench.network("residual", 2), SMALL)}
     assert rows["gradient"].product == 1.0
     assert rows["double backward"].product is not None
-    for name in ("doubled", "nan", "missing", "failing"):
+    for name in ("doubled", "nan", "missing", "failing", "uncompiled"):
         assert rows[name].product is None
     assert rows["doubled"].note.startswith("wrong: it differs by")
     assert rows["nan"].note.startswith("wrong")
     assert rows["missing"].note == "that is not installed"
+    assert rows["uncompiled"].note.startswith("torch.compile failed")
     assert rows["failing"].note == "fails: RuntimeError: no such kernel"
 
 

@@ -285,9 +285,12 @@ def products(case: Network, options: Options) -> list[Row]:
     expected: Tensor | None = None
     for name, make in ways(case, options):
         try:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # peers' own
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always")
                 candidate, result = _prepare(make(), vector, expected)
+            for warning in caught:  # the peers' own are of no interest here
+                if str(warning.message).startswith("torch.compile failed"):
+                    raise UnavailableError(str(warning.message))
         except UnavailableError as error:
             rows[name] = Row(case.name, name, note=str(error))
             continue
