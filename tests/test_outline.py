@@ -13,6 +13,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from blockhf import GaussNewton
 from blockhf.blocks import Block
 from blockhf.curvature import outline as room
+from blockhf.curvature import traced
 from blockhf.curvature.outline import outline
 from blockhf.curvature.traced import Trace
 from blockhf.experiments.lstm import SequenceClassifier
@@ -74,7 +75,7 @@ def test_cuts_cover_the_sequence_without_gaps_and_a_disturbance_is_a_piece_of_it
     assert sum(stop - start == 42 for start, stop in cuts) == 10
 
 
-def test_the_outlined_product_of_an_unrolled_lstm_is_the_product() -> None:
+def test_the_outlined_product_of_an_unrolled_lstm_is_the_product(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)
     model = SequenceClassifier(1, 3).double()
     inputs, targets = torch.rand(5, 14, 1, dtype=torch.float64), torch.randint(3, (5,))
@@ -86,6 +87,7 @@ def test_the_outlined_product_of_an_unrolled_lstm_is_the_product() -> None:
     block = Block("all", tuple(model.parameters()))
     trace = Trace(GaussNewton(), objective, (inputs, targets), [block], model.modules())
     residuals, _ = trace.residuals(block.params, (inputs, targets))
+    monkeypatch.setattr(traced, "_InPlace", lambda product: product)  # as for compiling
     product = trace.product(0, 0)
     vector = torch.randn(block.size, dtype=torch.float64)
     kinds: list[fx.GraphModule] = []

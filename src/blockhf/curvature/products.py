@@ -92,7 +92,7 @@ class _SumOfParts:
     def product(self, row: int, column: int, vector: Tensor) -> Tensor:
         total: Tensor | None = None
         for make, weight, kept in zip(self.makers, self.weights, self.kept, strict=True):
-            product = (kept or make()).product(row, column, vector) * weight
+            product = (kept or make()).product(row, column, vector).mul_(weight)
             total = product if total is None else total.add_(product)
         assert total is not None
         return total

@@ -239,7 +239,7 @@ class Trace:
                 rows=range(starts[row], starts[row + 1]),
                 columns=range(starts[column], starts[column + 1]),
             )
-            self._products[row, column] = _Compiled(product) if self.compile else product
+            self._products[row, column] = (_Compiled if self.compile else _InPlace)(product)
         return self._products[row, column]
 
     @property
@@ -253,12 +253,30 @@ class Trace:
 class _Product:
     """A part of the product's graph: which residuals it reads, and the function itself."""
 
-    def __init__(self, residuals: Sequence[int], function: Callable[..., Sequence[Tensor | None]]) -> None:
+    def __init__(self, residuals: Sequence[int], function: Callable[..., Any]) -> None:
         self.residuals, self.function = residuals, function
 
     def __call__(self, residuals: Sequence[Tensor], row: Block, column: Block, vector: Tensor) -> Tensor:
-        needed = [residuals[index] for index in self.residuals]
-        return row.flatten(self.function(*needed, *column.unflatten(vector)))
+        return row.flatten(self.function(*self.inputs(residuals, column, vector)))
+
+    def inputs(self, residuals: Sequence[Tensor], column: Block, vector: Tensor) -> list[Tensor]:
+        return [*(residuals[index] for index in self.residuals), *column.unflatten(vector)]
+
+
+class _InPlace(_Product):
+    """A product that makes little memory of its own and writes straight into the flat result."""
+
+    def __init__(self, product: _Product) -> None:
+        assert isinstance(product.function, fx.GraphModule)
+        _reuse_memory(product.function.graph)
+        _write_results(product.function.graph)
+        product.function.recompile()
+        super().__init__(product.residuals, product.function)
+
+    def __call__(self, residuals: Sequence[Tensor], row: Block, column: Block, vector: Tensor) -> Tensor:
+        result = vector.new_empty(row.size)
+        self.function(*self.inputs(residuals, column, vector), *row.unflatten(result))
+        return result
 
 
 class _Compiled(_Product):
@@ -473,8 +491,13 @@ def _simplify(graph: fx.Graph) -> None:
     for node in list(graph.nodes):
         if node.op != "call_function":
             continue
-        if node.target in _COPIES:
-            node.replace_all_uses_with(node.args[0])
+        source: Any = node.args[0] if node.args else None
+        if node.target is _aten.t.default and source.target is _aten.t.default:
+            source = source.args[0]  # transposed twice
+        elif node.target not in _COPIES:
+            source = None
+        if source is not None:
+            node.replace_all_uses_with(source)
             graph.erase_node(node)
             continue
         key = (node.target, repr(node.args), repr(node.kwargs))
@@ -522,6 +545,80 @@ def _restrict(module: fx.GraphModule, num_residuals: int, rows: range, columns: 
     return _Product(used, fx.GraphModule(module, graph))
 
 
+_IN_PLACE = {
+    _aten.add.Tensor: _aten.add_.Tensor,
+    _aten.sub.Tensor: _aten.sub_.Tensor,
+    _aten.mul.Tensor: _aten.mul_.Tensor,
+    _aten.mul.Scalar: _aten.mul_.Scalar,
+    _aten.div.Scalar: _aten.div_.Scalar,
+}
+_INTO = {
+    _aten.tanh_backward.default: _aten.tanh_backward.grad_input,
+    _aten.sigmoid_backward.default: _aten.sigmoid_backward.grad_input,
+    _aten.threshold_backward.default: _aten.threshold_backward.grad_input,
+}
+
+
+def _reuse_memory(graph: fx.Graph) -> None:
+    """Let operations write into inputs that nobody else needs, and matrix products add to their sum.
+
+    Only memory that an operation inside the graph made for its own result, and that has no other user, is
+    written to, so neither residuals nor the vector change.
+    """
+    for node in list(graph.nodes):
+        if node.op != "call_function" or node.kwargs:
+            continue
+        if node.target is _aten.add.Tensor:
+            for total, product in (node.args, node.args[::-1]):
+                if (
+                    _is_spare(product, node)
+                    and product.target is _aten.mm.default
+                    and _same_shape(total, node)
+                ):
+                    spare = _is_spare(total, node)
+                    node.target = _aten.addmm_.default if spare else _aten.addmm.default
+                    node.args = (total, *product.args)
+                    graph.erase_node(product)
+                    break
+        if node.target in _IN_PLACE and _is_spare(node.args[0], node):
+            node.target = _IN_PLACE[node.target]
+        elif node.target is _aten.add.Tensor and _is_spare(node.args[1], node):
+            node.target, node.args = _aten.add_.Tensor, node.args[::-1]
+        elif node.target in _INTO and _is_spare(node.args[0], node):
+            node.target, node.kwargs = _INTO[node.target], {"grad_input": node.args[0]}
+
+
+def _write_results(graph: fx.Graph) -> None:
+    """Let the graph write its results into tensors that it is given as its last arguments."""
+    output = graph.output_node()
+    results: Any = output.args[0]
+    last = [node for node in graph.nodes if node.op == "placeholder"][-1]
+    with graph.inserting_after(last):
+        targets = [graph.placeholder(f"result{index}") for index in reversed(range(len(results)))][::-1]
+    for target, result in zip(targets, results, strict=True):
+        single = isinstance(result, fx.Node) and list(result.users) == [output] and results.count(result) == 1
+        if result is None:
+            with graph.inserting_before(output):
+                graph.call_function(_aten.zero_.default, (target,))
+        elif single and result.target is _aten.mm.default:
+            result.target, result.kwargs = _aten.mm.out, {"out": target}
+        else:
+            with graph.inserting_before(output):
+                graph.call_function(_aten.copy_.default, (target, result))
+    output.args = ((),)
+
+
+def _is_spare(value: Any, user: fx.Node) -> bool:
+    """Whether ``value`` is memory of its own that only ``user`` reads, and fits the user's result."""
+    if not isinstance(value, fx.Node) or value.op != "call_function" or list(value.users) != [user]:
+        return False
+    schema = getattr(value.target, "_schema", None)
+    if schema is None or len(schema.returns) != 1:
+        return False
+    fresh = schema.returns[0].alias_info is None or schema.is_mutable
+    return fresh and user.all_input_nodes.count(value) == 1 and _alike(value, user)
+
+
 def _copy(graph: fx.Graph, node: fx.Node, copies: Mapping[fx.Node, fx.Node | None]) -> fx.Node:
     """A copy of ``node``; zeros vanish from sums and are made where an operation needs them."""
     if node.target is _aten.add.Tensor and not node.kwargs:
@@ -539,12 +636,19 @@ def _copy(graph: fx.Graph, node: fx.Node, copies: Mapping[fx.Node, fx.Node | Non
         value = source.meta["val"]
         options = {"dtype": value.dtype, "device": value.device}
         if value.is_contiguous():
-            return graph.call_function(_aten.zeros.default, (list(value.shape),), options)
-        memory = (list(value.shape), list(value.stride()))
-        empty = graph.call_function(_aten.empty_strided.default, memory, options)
-        return graph.call_function(_aten.zeros_like.default, (empty,))
+            zeros = graph.call_function(_aten.zeros.default, (list(value.shape),), options)
+        else:
+            memory = (list(value.shape), list(value.stride()))
+            empty = graph.call_function(_aten.empty_strided.default, memory, options)
+            zeros = graph.call_function(_aten.zeros_like.default, (empty,))
+        zeros.meta["val"] = value
+        return zeros
 
     return graph.node_copy(node, materialized)
+
+
+def _same_shape(value: Any, other: fx.Node) -> bool:
+    return isinstance(value, fx.Node) and bool(value.meta["val"].shape == other.meta["val"].shape)
 
 
 def _alike(one: fx.Node, other: fx.Node) -> bool:
