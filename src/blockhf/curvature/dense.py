@@ -48,7 +48,7 @@ class Formed:
         max_size: The largest block to form.
     """
 
-    def __init__(self, *, memory_budget: int = 2**28, max_size: int = 4096) -> None:
+    def __init__(self, *, memory_budget: int = 2**26, max_size: int = 4096) -> None:
         self.memory_budget, self.max_size = memory_budget, max_size
         self._checked: set[Any] = set()
 

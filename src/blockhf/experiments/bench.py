@@ -59,7 +59,7 @@ TOLERANCE = 1e-3
 _TURN = 0.03
 _LSTM_PATTERNS = {"bottom": r"^lstm\.layers\.0\.", "middle": r"^lstm\.layers\.1\.", "top": ""}
 _LIBRARIES = ("curvlinops-for-pytorch", "backpack-for-pytorch", "jax", "numpy")
-_MATRIX_PRODUCTS = ("aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm")
+_MATRIX_PRODUCTS = ("aten::mm", "aten::addmm", "aten::addmm_", "aten::bmm", "aten::baddbmm")
 
 
 @dataclass(frozen=True)
