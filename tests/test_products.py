@@ -451,3 +451,35 @@ def test_without_a_compiler_products_run_plain_after_a_warning(monkeypatch: pyte
     step(optimizer, model, 8)
     assert optimizer.report is not None
     assert optimizer.report.accepted
+
+
+def test_slices_of_a_recurrence_are_put_together_at_once() -> None:
+    class Recurrence(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.eye(3, dtype=torch.float64) / 2)
+
+        def forward(self, inputs: Tensor) -> Tensor:
+            state, states = torch.zeros_like(inputs[:, 0]), []
+            for step in range(inputs.shape[1]):
+                state = torch.tanh(inputs[:, step] + state @ self.weight)
+                states.append(state)
+            return torch.stack(states, 1)
+
+    model, inputs = Recurrence(), torch.randn(4, 9, 3, dtype=torch.float64)
+
+    def objective(batch: Tensor) -> tuple[Tensor, Tensor]:
+        outputs = model(batch)
+        return outputs, outputs.square().mean()
+
+    problem = Problem(objective, inputs, [Block("all", (model.weight,))])
+    problem.differentiate()
+    products = Traced()
+    vector = torch.randn(9, dtype=torch.float64)
+    actual = products.linearize(GaussNewton(), problem).product(0, 0, vector)
+    expected = DoubleBackward().linearize(GaussNewton(), problem).product(0, 0, vector)
+    torch.testing.assert_close(actual, expected, rtol=1e-12, atol=0)
+    (trace,) = products._traces.values()
+    targets = [str(node.target) for node in trace._product.graph.nodes]
+    assert "aten.select_backward.default" not in targets
+    assert "aten.stack.default" in targets

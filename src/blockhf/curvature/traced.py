@@ -485,8 +485,56 @@ def _functional(module: fx.GraphModule) -> fx.GraphModule:
     return functional
 
 
+def _join_selected(graph: fx.Graph) -> None:
+    """Put slices together at once that autograd adds up one by one.
+
+    The derivative of a slice is a tensor of zeros around it, so that of the T slices of an unrolled
+    recurrence is a sum of T full tensors. Where the slices are different ones, that is their stack.
+    """
+    for node in reversed(list(graph.nodes)):
+        if node.target is not _aten.add.Tensor or any(user.target is _aten.add.Tensor for user in node.users):
+            continue
+        leaves = _summands(node)
+        slices: list[Any] = [
+            leaf for leaf in leaves if getattr(leaf, "target", None) is _aten.select_backward.default
+        ]
+        if len(slices) < 3:
+            continue
+        sizes: Any = slices[0].args[1]
+        dim: int = slices[0].args[2] % len(sizes)
+        place = {leaf.args[3] % sizes[dim]: leaf for leaf in slices}
+        same = all((leaf.args[1], leaf.args[2] % len(sizes)) == (sizes, dim) for leaf in slices)
+        if same and len(place) == len(slices) == sizes[dim]:
+            with graph.inserting_before(node):
+                stack = graph.call_function(
+                    _aten.stack.default, ([place[index].args[0] for index in range(sizes[dim])], dim)
+                )
+                for other in (leaf for leaf in leaves if leaf not in slices):
+                    stack.meta = dict(node.meta)
+                    stack = graph.call_function(_aten.add.Tensor, (stack, other))
+            stack.meta = dict(node.meta)
+            node.replace_all_uses_with(stack)
+    graph.eliminate_dead_code()
+
+
+def _summands(node: fx.Node) -> list[Any]:
+    """What a chain of sums adds up, if nothing else reads the sums on the way."""
+    summands: list[Any] = []
+    todo = [node]
+    while todo:
+        current = todo.pop()
+        if current.kwargs:
+            return []
+        for source in current.args:
+            if isinstance(source, fx.Node) and source.target is _aten.add.Tensor and len(source.users) == 1:
+                todo.append(source)
+            else:
+                summands.append(source)
+    return summands
+
+
 def _simplify(graph: fx.Graph) -> None:
-    """Drop copies that serve autograd alone and what is computed twice."""
+    """Drop copies that serve autograd alone and what is computed twice, and join slices."""
     seen: dict[Any, fx.Node] = {}
     for node in list(graph.nodes):
         if node.op != "call_function":
@@ -506,6 +554,7 @@ def _simplify(graph: fx.Graph) -> None:
             graph.erase_node(node)
         else:
             seen[key] = node
+    _join_selected(graph)
     graph.eliminate_dead_code()
 
 
