@@ -19,6 +19,11 @@ from blockhf.curvature.traced import Trace
 from blockhf.experiments.lstm import SequenceClassifier
 
 
+@pytest.fixture(autouse=True)
+def short_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(room, "_SHORTEST_RUN", 40)
+
+
 def recurrence(state: Tensor, weight: Tensor, inputs: list[Tensor]) -> tuple[Tensor, Tensor]:
     total = torch.zeros_like(state)
     for given in inputs:

@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from torch import fx
 
-_LONGEST_PERIOD = 400
+_LONGEST_PERIOD = 1200
 _FEWEST_REPEATS = 4
-_SHORTEST_RUN = 40
+_SHORTEST_RUN = 200
 """Operations in a piece, at least: short periods are joined, because each call has a price too."""
 
 
