@@ -31,7 +31,8 @@ from blockhf import (
 from blockhf.blocks import Block
 from blockhf.curvature import auto, traced
 from blockhf.curvature.dense import FormingError
-from blockhf.curvature.traced import Trace, TracingError
+from blockhf.curvature.rewrites import TracingError
+from blockhf.curvature.traced import Trace
 from blockhf.objective import Problem
 from blockhf.operators import BlockMatrix
 from cases import Case

@@ -17,7 +17,8 @@ from blockhf.curvature.dense import Formed, FormedMatrix, FormingError, lazily
 from blockhf.curvature.gauss_newton import GaussNewton
 from blockhf.curvature.graph import DoubleBackward
 from blockhf.curvature.products import Curvature, Noted
-from blockhf.curvature.traced import Traced, TracingError
+from blockhf.curvature.rewrites import TracingError
+from blockhf.curvature.traced import Traced
 from blockhf.objective import Problem, batch_size
 from blockhf.operators import BlockMatrix
 

@@ -21,7 +21,8 @@ from blockhf.blocks import Block
 from blockhf.curvature.gauss_newton import GaussNewton
 from blockhf.curvature.graph import DoubleBackward
 from blockhf.curvature.products import Curvature, Noted, closeness
-from blockhf.curvature.traced import Host, TracingError
+from blockhf.curvature.rewrites import TracingError
+from blockhf.curvature.traced import Host
 from blockhf.objective import (
     Evaluation,
     Part,
