@@ -229,11 +229,16 @@ def branching(model: nn.Module) -> Callable[[Any], tuple[Tensor, Tensor]]:
 
 
 @pytest.mark.usefixtures("nothing_is_too_small")
-def test_where_tracing_fails_one_warning_says_why_and_the_step_is_that_of_the_double_backward() -> None:
+@pytest.mark.parametrize("micro_batch_size", [None, 3])
+def test_where_tracing_fails_one_warning_says_why_and_the_step_is_that_of_the_double_backward(
+    micro_batch_size: int | None,
+) -> None:
     losses = {}
     for way in (Auto(), DoubleBackward()):
         model = mlp(3, 40, 2)
-        optimizer = BlockHF(blocks.single(model), products=way, max_cg_steps=3)
+        optimizer = BlockHF(
+            blocks.single(model), products=way, max_cg_steps=3, micro_batch_size=micro_batch_size
+        )
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             for _ in range(3):

@@ -28,7 +28,7 @@ _SMALLEST = 1_000_000
 _LONGEST_GRAPH = 2000
 """Nodes of the loss's graph up to which tracing takes seconds; unrolled recurrences have more.
 
-They are traced only to be compiled; without that it does not pay.
+They are traced only where ``compile=True`` says that the run is long.
 """
 
 
@@ -83,7 +83,7 @@ class Auto:
     def _product(self, curvature: Curvature, problem: Problem) -> Noted:
         reason = self._no_tracing
         if not reason and problem.num_nodes > _LONGEST_GRAPH and not self.traced.compile:
-            reason = f"tracing a graph of {problem.num_nodes} nodes takes long and pays only if compiled"
+            reason = f"tracing a graph of {problem.num_nodes} nodes takes long; compile=True asks for it"
         if not reason:
             try:
                 return self.traced.linearize(curvature, problem)

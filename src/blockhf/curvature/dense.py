@@ -20,7 +20,7 @@ from torch.func import functional_call, grad, vmap
 from blockhf.blocks import Block
 from blockhf.curvature.gauss_newton import GaussNewton
 from blockhf.curvature.graph import DoubleBackward
-from blockhf.curvature.products import Curvature, Noted, closeness
+from blockhf.curvature.products import Curvature, Noted, disagreement
 from blockhf.curvature.rewrites import TracingError
 from blockhf.curvature.traced import Host
 from blockhf.objective import (
@@ -105,14 +105,12 @@ class Formed:
         if key in self._checked:
             return
         reference = DoubleBackward().linearize(curvature, problem)
-        for index, matrix in zip(indices, matrices, strict=True):
-            vector = torch.sin(torch.arange(len(matrix), device=matrix.device)).to(matrix.dtype)
-            expected = reference.product(index, index, vector)
-            difference, rounding = closeness(matrix @ vector, expected)
-            if difference > rounding and bool(expected.isfinite().all()):
+        formed = FormedMatrix(dict(zip(indices, matrices, strict=True)), lambda: reference)
+        for index, matrix in formed.dense.items():
+            if off := disagreement(formed, reference, index, len(matrix), matrix):
                 raise FormingError(
                     f"the samples see each other: the matrix of block {problem.blocks[index].name!r}, formed "
-                    f"sample by sample, is off by {difference:.1e}"
+                    f"sample by sample, is off by {off:.1e}"
                 )
         self._checked.add(key)
 

@@ -124,3 +124,13 @@ def closeness(one: Tensor, other: Tensor) -> tuple[float, float]:
     scale = float(torch.linalg.vector_norm(other)) or 1.0
     difference = float(torch.linalg.vector_norm(one - other)) / scale
     return difference, torch.finfo(other.dtype).eps ** 0.5
+
+
+def disagreement(
+    matrix: BlockMatrix, reference: BlockMatrix, index: int, size: int, like: Tensor
+) -> float | None:
+    """How far two matrices that should be equal are apart on one vector, if by more than rounding."""
+    vector = torch.sin(torch.arange(size, device=like.device)).to(like.dtype)
+    expected = reference.product(index, index, vector)
+    difference, rounding = closeness(matrix.product(index, index, vector), expected)
+    return difference if difference > rounding and bool(expected.isfinite().all()) else None

@@ -24,7 +24,7 @@ from torch.func import functional_call
 from blockhf.blocks import Block
 from blockhf.curvature.fisher import MonteCarloFisher
 from blockhf.curvature.outline import outline
-from blockhf.curvature.products import Curvature, Noted, PartMatrix, closeness, over_parts
+from blockhf.curvature.products import Curvature, Noted, PartMatrix, closeness, disagreement, over_parts
 from blockhf.curvature.rewrites import (
     TracingError,
     dependent_on,
@@ -56,7 +56,7 @@ _LONG = 1500
 class Traced:
     """Products by a traced linearization.
 
-    Each trace is checked once against the double backward, on a random vector, and at every step its loss
+    Each trace is checked once against the double backward, on one vector, and at every step its loss
     is compared with the objective's own. A trace that has gone stale is made anew.
 
     Args:
@@ -82,21 +82,19 @@ class Traced:
         if isinstance(curvature, MonteCarloFisher):
             raise TracingError("the draws of the Monte-Carlo Fisher are not part of the objective")
         used: list[Trace] = []
+        single = len(problem.curvature_parts()) == 1
 
         def maker(part: Part) -> Callable[[], PartMatrix]:
-            fresh = True
-
-            def make() -> PartMatrix:
-                nonlocal fresh
-                matrix = self._at(curvature, problem, part, check=fresh)
-                fresh = False
-                used.append(matrix.trace)
-                return matrix
-
-            return make
+            # Checked here and not at the first product, so that a failure is met before CG begins. Of several
+            # parts none is held on to: that is for the memory budget to say.
+            checked = [self._at(curvature, problem, part, check=True)]
+            used.append(checked[0].trace)
+            if not single:
+                checked.clear()
+            return lambda: checked.pop() if checked else self._at(curvature, problem, part, check=False)
 
         matrix = over_parts(problem, maker, self.memory_budget)
-        return Noted(matrix, lambda: [used[0].note if used else "traced"] * len(problem.blocks))
+        return Noted(matrix, lambda: [used[0].note] * len(problem.blocks))
 
     def _at(self, curvature: Curvature, problem: Problem, part: Part, *, check: bool) -> _TracedPart:
         key = _signature(curvature, problem, part)
@@ -127,13 +125,8 @@ class Traced:
         matrix, _ = trace.at(problem, part)
         reference = curvature.at(problem.linearizable(part), problem.blocks)
         for index, block in enumerate(problem.blocks):
-            vector = torch.sin(torch.arange(block.size, device=block.params[0].device)).to(
-                block.params[0].dtype
-            )
-            expected = reference.product(index, index, vector)
-            difference, rounding = closeness(matrix.product(index, index, vector), expected)
-            if difference > rounding and bool(expected.isfinite().all()):
-                raise TracingError(f"a traced product of block {block.name!r} is off by {difference:.1e}")
+            if off := disagreement(matrix, reference, index, block.size, block.params[0]):
+                raise TracingError(f"a traced product of block {block.name!r} is off by {off:.1e}")
         trace.seconds = time.perf_counter() - start
         return trace
 
