@@ -15,6 +15,7 @@ SOURCE = Path(blockhf.__file__).parent
 
 # A room may import from the floors below its own. A new room gets its place here.
 FLOORS = [
+    {"flops"},
     {"blocks", "operators", "report", "objective"},
     {"curvature", "solvers"},
     {"preconditioners", "damping", "search"},
@@ -27,7 +28,7 @@ FLOORS = [
 ]
 FLOOR = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
 # The objective is asked near a point, which is made of blocks.
-ON_ONE_FLOOR = {("objective", "blocks")}
+ON_ONE_FLOOR = {("objective", "blocks"), ("objective", "operators")}
 
 FILES = sorted(SOURCE.rglob("*.py"))
 

@@ -74,13 +74,7 @@ class LevenbergMarquardt:
     needs_ratio: bool = True
 
     def __post_init__(self) -> None:
-        _check(0 < self.factor < 1, f"factor is {self.factor}, but must be between 0 and 1.")
-        _check(self.bad <= self.good, f"bad is {self.bad}, but must not be above good, {self.good}.")
-        _check(
-            0 < self.floor <= self.initial <= self.ceiling,
-            f"initial is {self.initial}, but must be between the floor, {self.floor}, which must be "
-            f"positive, and the ceiling, {self.ceiling}.",
-        )
+        _check_adaptive(self)
 
     def update(self, damping: float, outcome: Outcome) -> float:
         if not outcome.accepted or (outcome.ratio is not None and outcome.ratio < self.bad):
@@ -88,6 +82,48 @@ class LevenbergMarquardt:
         elif outcome.ratio is not None and outcome.ratio > self.good:
             damping *= self.factor
         return min(max(damping, self.floor), self.ceiling)
+
+
+@dataclass(frozen=True)
+class ByCoefficient:
+    """Less damping where the search takes much of a block's direction, more where it takes little.
+
+    For searches that choose a coefficient for each block, like ``Subspace``.
+
+    >>> rule = ByCoefficient()
+    >>> rule.update(1.0, Outcome(accepted=True, coefficient=0.8))
+    0.5
+    >>> rule.update(1.0, Outcome(accepted=True, coefficient=0.05))
+    2.0
+    """
+
+    initial: float = 3e-3
+    factor: float = 0.5
+    good: float = 0.4
+    bad: float = 0.1
+    floor: float = 1e-5
+    ceiling: float = 1e8
+    needs_ratio: bool = True
+
+    def __post_init__(self) -> None:
+        _check_adaptive(self)
+
+    def update(self, damping: float, outcome: Outcome) -> float:
+        if not outcome.accepted or outcome.coefficient < self.bad:
+            damping /= self.factor
+        elif outcome.coefficient > self.good:
+            damping *= self.factor
+        return min(max(damping, self.floor), self.ceiling)
+
+
+def _check_adaptive(rule: LevenbergMarquardt | ByCoefficient) -> None:
+    _check(0 < rule.factor < 1, f"factor is {rule.factor}, but must be between 0 and 1.")
+    _check(rule.bad <= rule.good, f"bad is {rule.bad}, but must not be above good, {rule.good}.")
+    _check(
+        0 < rule.floor <= rule.initial <= rule.ceiling,
+        f"initial is {rule.initial}, but must be between the floor, {rule.floor}, which must be "
+        f"positive, and the ceiling, {rule.ceiling}.",
+    )
 
 
 def _check(holds: bool, message: str) -> None:

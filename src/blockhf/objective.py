@@ -26,6 +26,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.modules.module import register_module_forward_pre_hook
 
 from blockhf.blocks import Block
+from blockhf.flops import Meter
+from blockhf.operators import BlockMatrix
 
 Objective = Callable[..., Any]
 Reduction = Literal["mean", "sum"]
@@ -244,6 +246,11 @@ class Part:
     devices: Sequence[torch.device]
     start: RandomState | None = None
 
+    @property
+    def shapes(self) -> tuple[tuple[int, ...], ...]:
+        """Of the tensors of its batch; what an evaluation costs goes by them."""
+        return tuple(tuple(tensor.shape) for tensor in tensors_of(self.batch))
+
     def evaluate(self) -> Evaluation:
         """The first time, draw random numbers as usual; from then on, draw the same ones again."""
         if self.start is None:
@@ -277,6 +284,11 @@ class Problem:
             batch, or a batch of its own, or ``None`` for the whole batch.
         micro_batch_size: How many samples are in memory at a time.
         reduction: How the objective's loss sums up its samples.
+        num_held_out: How many samples, from the end of the batch, neither gradient nor curvature may see.
+        sum_over: To how many samples a sum is scaled; zero stands for those of the gradient.
+        linearize: From a problem, and about how many products are wanted with each block, to the matrix.
+        work: What has been asked of the objective.
+        meter: Counts the floating point operations.
     """
 
     objective: Objective
@@ -285,7 +297,11 @@ class Problem:
     curvature_batch: Any = None
     micro_batch_size: int | None = None
     reduction: Reduction = "mean"
+    num_held_out: int = 0
+    sum_over: int = 0
+    linearize: Callable[[Problem, Sequence[int]], BlockMatrix] | None = None
     work: Work = field(default_factory=Work)
+    meter: Meter = field(default_factory=Meter)
 
     def __post_init__(self) -> None:
         self.devices = sorted({block.params[0].device for block in self.blocks}, key=str)
@@ -296,7 +312,13 @@ class Problem:
             self.parts = [Part(self.objective, None, 1.0, self.devices)]
             self._whole = True
         else:
+            self.held_out_batch = None
+            if self.num_held_out:
+                stop, total = batch_size(self.batch) - self.num_held_out, batch_size(self.batch)
+                self.held_out_batch = take(self.batch, stop, total)
+                self.batch = take(self.batch, 0, stop)
             self.num_samples = batch_size(self.batch)
+            self.sum_over = self.sum_over or self.num_samples
             self.parts = self.split(self.batch)
             self.num_curvature_samples = (
                 min(self.curvature_batch or self.num_samples, self.num_samples)
@@ -309,20 +331,24 @@ class Problem:
                 and len(self.parts) == 1
             )
         self._evaluation: Evaluation | None = None
+        self._matrix: BlockMatrix | None = None
         self._buffers = IsolatedBuffers()
 
     @property
     def _curvature_is_given(self) -> bool:
         return not (self.curvature_batch is None or isinstance(self.curvature_batch, int))
 
-    def split(self, batch: Any, total: int | None = None) -> list[Part]:
-        """Parts of at most ``micro_batch_size`` samples whose weighted losses add up to the batch's."""
+    def split(self, batch: Any) -> list[Part]:
+        """Parts of at most ``micro_batch_size`` samples whose weighted losses add up to the batch's.
+
+        A sum is scaled to the number of samples of the gradient.
+        """
         size = batch_size(batch)
         step = self.micro_batch_size or size
         parts = []
         for start in range(0, size, step):
             stop = min(start + step, size)
-            weight = (stop - start) / size if self.reduction == "mean" else (total or size) / size
+            weight = (stop - start) / size if self.reduction == "mean" else self.sum_over / size
             part = batch if stop - start == size else take(batch, start, stop)
             parts.append(Part(self.objective, part, weight, self.devices))
         return parts
@@ -336,12 +362,13 @@ class Problem:
         gradient: list[Tensor] = []
         with self._buffers:
             for part in self.parts:
-                with self._kernels():
-                    evaluation = part.evaluate()
-                self._check_gradient(evaluation)
+                with self.meter.counting("gradient", part.shapes):
+                    with self._kernels():
+                        evaluation = part.evaluate()
+                    self._check_gradient(evaluation)
+                    flat = self._flat_gradient(evaluation.loss, part.weight)
                 if part is self.parts[0]:
                     self._measure(evaluation)
-                flat = self._flat_gradient(evaluation.loss, part.weight)
                 loss = loss + _scaled(evaluation.loss.detach(), part.weight)
                 gradient = [a.add_(b) for a, b in zip(gradient, flat, strict=True)] if gradient else flat
                 if self._whole:
@@ -366,17 +393,40 @@ class Problem:
             if self._curvature_is_given
             else take(self.batch, 0, self.num_curvature_samples)
         )
-        parts = self.split(batch, self.num_samples)
+        parts = self.split(batch)
         for i, part in enumerate(parts):
             part.start = self.parts[min(i, len(self.parts) - 1)].start
         return parts
 
-    def linearizable(self, part: Part) -> Evaluation:
-        """An evaluation of ``part`` that can be differentiated twice and leaves no trace elsewhere."""
-        if self._evaluation is not None and part is self.parts[0]:
+    def matrix(self, num_products: Sequence[int] = ()) -> BlockMatrix:
+        """The curvature on the curvature batch, ready for about ``num_products[b]`` products with block ``b``.
+
+        It is made once; whoever asks again gets the same.
+        """
+        if self._matrix is None:
+            if self.linearize is None:
+                raise ValueError("The problem was made without a way to its curvature. Give it linearize.")
+            self._matrix = self.linearize(self, num_products or [0] * len(self.blocks))
+        return self._matrix
+
+    def held_out(self) -> Problem | None:
+        """The same problem on the samples that neither gradient nor curvature has seen, if there are any.
+
+        Its own gradient and curvature are taken from all of them.
+        """
+        if self.batch is None or self.held_out_batch is None:
+            return None
+        return replace(self, batch=self.held_out_batch, curvature_batch=None, num_held_out=0)
+
+    def linearizable(self, part: Part, *, fresh: bool = False) -> Evaluation:
+        """An evaluation of ``part`` that can be differentiated twice and leaves no trace elsewhere.
+
+        Unless it has to be ``fresh``, the gradient's own is passed on where it is one.
+        """
+        if not fresh and self._evaluation is not None and part is self.parts[0]:
             evaluation, self._evaluation = self._evaluation, None
         else:
-            with twice_differentiable(), IsolatedBuffers():
+            with twice_differentiable(), IsolatedBuffers(), self.meter.counting("forward", part.shapes):
                 evaluation = part.evaluate()
             self.work.num_linearizations += 1
             self.work.linearized_samples += evaluation.num_samples or 1
@@ -392,7 +442,8 @@ class Problem:
     def run(self, part: Part) -> Tensor:
         """A forward pass over a part that leaves no trace; returns the loss."""
         with self._frozen(), IsolatedBuffers(), twice_differentiable():
-            evaluation = part.evaluate()
+            with self.meter.counting("forward", part.shapes):
+                evaluation = part.evaluate()
         self.work.evaluated_samples += evaluation.num_samples or 1
         return evaluation.loss.detach()
 
@@ -418,7 +469,9 @@ class Problem:
                 block.visit_(value + change)
             with self._frozen(), IsolatedBuffers(), self._kernels():
                 for part in self.parts:
-                    loss = loss + _scaled(part.evaluate().loss.detach(), part.weight)
+                    with self.meter.counting("forward", part.shapes):
+                        evaluation = part.evaluate()
+                    loss = loss + _scaled(evaluation.loss.detach(), part.weight)
         finally:
             for block, value in zip(self.blocks, self.origin, strict=True):
                 block.visit_(value)

@@ -24,6 +24,24 @@ class BlockMatrix(Protocol):
         ...
 
 
+def gram(matrix: BlockMatrix, columns: Sequence[int], vectors: Sequence[Tensor]) -> Tensor:
+    """The products ``vᵢᵀ A vⱼ`` of some vectors, each of the block that ``columns`` names for it.
+
+    A matrix may have a method ``gram`` of its own that is cheaper than products.
+    """
+    if hasattr(matrix, "gram"):
+        result: Tensor = matrix.gram(columns, vectors)
+        return result
+    rows = sorted(set(columns))
+    result = vectors[0].new_empty(len(vectors), len(vectors))
+    for j, (column, vector) in enumerate(zip(columns, vectors, strict=True)):
+        products = {row: matrix.product(row, column, vector) for row in rows}
+        result[:, j] = torch.stack(
+            [other @ products[row] for row, other in zip(columns, vectors, strict=True)]
+        )
+    return result
+
+
 @dataclass(frozen=True)
 class DiagonalBlock:
     """One block on the diagonal of a matrix in blocks."""

@@ -13,13 +13,14 @@ from torch.optim import Optimizer
 
 from blockhf.blocks import Block, check_block
 from blockhf.curvature import Auto, Curvature, GaussNewton, Products
-from blockhf.damping import Constant, DampingRule, LevenbergMarquardt, Outcome
-from blockhf.objective import Objective, Problem, Reduction
-from blockhf.operators import Counted, Damped, DiagonalBlock
-from blockhf.preconditioners import Preconditioner
+from blockhf.damping import ByCoefficient, Constant, DampingRule, Outcome
+from blockhf.flops import Meter
+from blockhf.objective import Objective, Problem, Reduction, batch_size
+from blockhf.operators import BlockMatrix, Counted, Damped, DiagonalBlock
+from blockhf.preconditioners import Identity, Kronecker, Preconditioner
 from blockhf.report import BlockReport, StepReport, Stopwatch
-from blockhf.search import Backtracking, Choice, FixedStep, Proposal, Search
-from blockhf.solvers import BlockSolver, ConjugateGradient, Solution, Status, System
+from blockhf.search import Choice, FixedStep, Proposal, Search, Subspace
+from blockhf.solvers import BlockSolver, Cholesky, ConjugateGradient, Solution, Status, System
 
 # The policies, and the method by which each is asked.
 _POLICIES = {
@@ -30,6 +31,9 @@ _POLICIES = {
     "solver": "solve",
     "preconditioner": "prepare",
 }
+_FEWEST_SAMPLES = 256
+"""Curvature is taken from at least so many samples, if there are as many, where a share is asked for."""
+
 _SETTINGS = ("curvature_batch_size", "micro_batch_size", "reduction", "measure_memory")
 
 
@@ -89,12 +93,12 @@ class BlockHF(Optimizer):
         *,
         lr: float = 1.0,
         damping: float | DampingRule | None = None,
-        max_cg_steps: int = 50,
+        max_cg_steps: int = 5,
         cg_rtol: float = 1e-6,
-        cg_progress: float = 5e-4,
-        warm_start: float = 0.95,
+        cg_progress: float = 0.0,
+        warm_start: float = 0.0,
         slow_start: tuple[int, int] | None = None,
-        curvature_batch_size: int | None = None,
+        curvature_batch_size: int | float | None = 0.2,
         micro_batch_size: int | None = None,
         reduction: Reduction = "mean",
         curvature: Curvature | None = None,
@@ -107,20 +111,21 @@ class BlockHF(Optimizer):
         self.curvature: Curvature = curvature or GaussNewton()
         self.products: Products = products or Auto()
         self.damping: DampingRule = (
-            LevenbergMarquardt()
+            ByCoefficient()
             if damping is None
             else Constant(float(damping))
             if isinstance(damping, (int, float))
             else damping
         )
-        self.search: Search = search or Backtracking()
-        self.solver: BlockSolver = solver or ConjugateGradient()
-        self.preconditioner = preconditioner
+        self.search: Search = search or Subspace()
+        self.solver: BlockSolver = solver or Cholesky()
+        self.preconditioner: Preconditioner = preconditioner or Kronecker()
         self.curvature_batch_size = curvature_batch_size
         self.micro_batch_size = micro_batch_size
         self.reduction: Reduction = reduction
         self.measure_memory = measure_memory
         self.report = None
+        self._meter = Meter()
         self._check_settings()
         defaults = {
             "lr": lr,
@@ -166,7 +171,13 @@ class BlockHF(Optimizer):
             cg_rtol=cg_rtol,
             cg_progress=0.0,
             warm_start=warm_start,
-            **{"search": FixedStep(), **options},
+            **{
+                "curvature_batch_size": None,
+                "search": FixedStep(),
+                "solver": ConjugateGradient(),
+                "preconditioner": Identity(),
+                **options,
+            },
         )
 
     @torch.enable_grad()
@@ -227,17 +238,16 @@ class BlockHF(Optimizer):
         # 2. The curvature on a part of it, ready for products.
         with watch.phase("curvature"):
             max_steps = [self._max_steps(*pair) for pair in zip(found.groups, problem.blocks, strict=True)]
-            matrix = self.products.linearize(self.curvature, problem, max_steps)
+            matrix = problem.matrix(max_steps)
             dampings = [float(group["damping"]) for group in found.groups]
-            inverses: Sequence[Any] = [None] * len(gradient)
-            if self.preconditioner is not None:
-                inverses = self.preconditioner.prepare(problem, matrix, dampings)
+            inverses = self.preconditioner.prepare(problem, matrix, dampings)
 
         # 3. Conjugate gradients on each block.
         with watch.phase("solve"):
             counters = [Counted(DiagonalBlock(matrix, index)) for index in range(len(gradient))]
             systems = [
                 System(
+                    index=index,
                     operator=Damped(counter, damping),
                     rhs=-slope,
                     start=self._start(group, block),
@@ -247,15 +257,17 @@ class BlockHF(Optimizer):
                     max_steps=limit,
                     record=self.search.record,
                 )
-                for counter, damping, slope, group, block, inverse, limit in zip(
-                    counters,
-                    dampings,
-                    gradient,
-                    found.groups,
-                    problem.blocks,
-                    inverses,
-                    max_steps,
-                    strict=True,
+                for index, (counter, damping, slope, group, block, inverse, limit) in enumerate(
+                    zip(
+                        counters,
+                        dampings,
+                        gradient,
+                        found.groups,
+                        problem.blocks,
+                        inverses,
+                        max_steps,
+                        strict=True,
+                    )
                 )
             ]
             found.solutions = self.solver.solve(systems, matrix)
@@ -286,7 +298,8 @@ class BlockHF(Optimizer):
                     state.pop("direction", None)
         ratio = None
         if choice.loss is not None and choice.change < 0:
-            ratio = (choice.loss - float(found.loss)) / choice.change
+            before = float(found.loss) if choice.before is None else choice.before
+            ratio = (choice.loss - before) / choice.change
         self.report = self._report(found, choice, accepted=True, ratio=ratio)
         self._adapt(found, [Outcome(True, ratio, share) for share in found.shares(choice)])
         return found.loss
@@ -311,14 +324,30 @@ class BlockHF(Optimizer):
                 blocks.append(Block(group["name"], trainable))
         if not blocks:
             raise ValueError("Every parameter is frozen. Thaw some with requires_grad_(True).")
+        num_held_out = 0 if batch is None else int(self.search.held_out * batch_size(batch))
+        if curvature is None and batch is not None:
+            curvature = self._num_curvature_samples(batch_size(batch) - num_held_out)
+        self._meter.total = 0
         return Problem(
             objective,
             batch,
             blocks,
-            self.curvature_batch_size if curvature is None else curvature,
+            curvature,
             self.micro_batch_size,
             self.reduction,
+            num_held_out=num_held_out,
+            linearize=self._linearize,
+            meter=self._meter,
         )
+
+    def _num_curvature_samples(self, num_samples: int) -> int:
+        size = self.curvature_batch_size
+        if isinstance(size, float):
+            size = max(round(size * num_samples), _FEWEST_SAMPLES)
+        return min(num_samples if size is None else size, num_samples)
+
+    def _linearize(self, problem: Problem, num_products: Sequence[int]) -> BlockMatrix:
+        return self.products.linearize(self.curvature, problem, num_products)
 
     def _groups(self, blocks: Sequence[Block]) -> list[dict[str, Any]]:
         groups = {group["name"]: group for group in self.param_groups}
@@ -352,6 +381,7 @@ class BlockHF(Optimizer):
             blocks=self._block_reports(found, choice) if found.solutions else (),
             work={
                 **dataclasses.asdict(found.problem.work),
+                "flops": found.problem.meter.total,
                 "gradient_batch": found.problem.num_samples,
                 "curvature_batch": found.problem.num_curvature_samples,
             },
@@ -430,7 +460,7 @@ class BlockHF(Optimizer):
 
     def __getstate__(self) -> dict[str, Any]:
         own = {name: getattr(self, name) for name in (*_POLICIES, *_SETTINGS, "report")}
-        return {**super().__getstate__(), **own}
+        return {**super().__getstate__(), **own, "_meter": Meter()}
 
     def _policies(self) -> list[tuple[str, Any]]:
         return [(name, getattr(self, name)) for name in _POLICIES]
@@ -440,7 +470,8 @@ class BlockHF(Optimizer):
             raise ValueError(f"reduction is {self.reduction!r}, but must be 'mean' or 'sum'.")
         for name in ("curvature_batch_size", "micro_batch_size"):
             value = getattr(self, name)
-            if value is not None and (not isinstance(value, int) or value < 1):
+            share = name == "curvature_batch_size" and isinstance(value, float) and 0 < value <= 1
+            if value is not None and not share and (not isinstance(value, int) or value < 1):
                 raise ValueError(f"{name} is {value!r}, but must be a whole number of at least 1, or None.")
         for name, policy in self._policies():
             if isinstance(policy, type):

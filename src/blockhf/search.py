@@ -7,14 +7,16 @@ block, or none where nothing was good enough. A block's ``lr`` multiplies its di
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Protocol
+from typing import Any, Protocol
 
+import torch
 from torch import Tensor
 
 from blockhf.objective import Problem
+from blockhf.operators import gram
 from blockhf.solvers import Iterate
 
 
@@ -68,6 +70,7 @@ class Choice:
         reason: Why, in words, for the report.
         change: The change of the loss that the blocks' models foretell for the update.
         loss: The loss after the update, where the search knows it.
+        before: The loss before it, where that is on other samples than the gradient's.
         coefficients: For each block the share of its direction in the update.
     """
 
@@ -75,6 +78,7 @@ class Choice:
     reason: str
     change: float = 0.0
     loss: float | None = None
+    before: float | None = None
     coefficients: Sequence[float] = ()
 
 
@@ -91,6 +95,11 @@ class Search(Protocol):
         """The growth of the intervals at which the solver shall keep iterates, if at all."""
         ...
 
+    @property
+    def held_out(self) -> float:
+        """The share of the batch that gradient and curvature shall leave to the search."""
+        ...
+
     def choose(self, problem: Problem, loss: float, proposals: Sequence[Proposal]) -> Choice: ...
 
 
@@ -105,6 +114,7 @@ class FixedStep:
 
     evaluates: bool = False
     record: None = None
+    held_out: float = 0.0
 
     def choose(self, problem: Problem, loss: float, proposals: Sequence[Proposal]) -> Choice:
         choice = _scaled(proposals, 1.0, "fixed step")
@@ -135,6 +145,7 @@ class Backtracking:
     max_tries: int = 8
     evaluates: bool = True
     record: None = None
+    held_out: float = 0.0
 
     def __post_init__(self) -> None:
         if not 0 < self.shrink < 1:
@@ -172,6 +183,7 @@ class BestIterate:
 
     record: float = 1.3
     evaluates: bool = True
+    held_out: float = 0.0
 
     def __post_init__(self) -> None:
         if self.record <= 1:
@@ -194,6 +206,166 @@ class BestIterate:
             elif best.update is not None:
                 break
         return best
+
+
+class Subspace:
+    r"""The best combination of the blocks' directions and their last updates, on samples not seen before.
+
+    With ``D`` the directions :math:`d_b` and the last update of each block, and with gradient ``g`` and matrix
+    ``G`` of *held-out* samples, the coefficients solve :math:`(D^\top G D + \lambda D^\top D)\, c = -D^\top g`.
+    That takes the place of a learning rate, mends what the blocks do not know of each other, and is momentum
+    where momentum helps. Directions fit the samples they come from, so on those samples any step looks good;
+    on others the coefficients are honest. A block's ``lr`` multiplies the result.
+
+    The step is halved until the held-out loss falls. The damping :math:`\lambda` follows the reduction ratio
+    like that of ``LevenbergMarquardt``.
+
+    Args:
+        held_out: The share of the batch that is held out. With none, or without a batch, the samples of
+            gradient and curvature have to do.
+        momentum: Whether the last update is among the directions.
+        damping: Where :math:`\lambda` starts.
+        floor: The least :math:`\lambda`.
+        max_tries: After so many the step is rejected.
+    """
+
+    evaluates = True
+    record = None
+
+    def __init__(
+        self,
+        *,
+        held_out: float = 0.25,
+        momentum: bool = True,
+        damping: float = 1e-3,
+        floor: float = 1e-5,
+        max_tries: int = 4,
+    ) -> None:
+        if not 0 <= held_out < 1:
+            raise ValueError(f"held_out is {held_out}, but must be at least 0 and below 1.")
+        if not 0 < floor <= damping:
+            raise ValueError(
+                f"damping is {damping}, but must be at least the floor, {floor}, and that positive."
+            )
+        if max_tries < 1:
+            raise ValueError(f"max_tries is {max_tries}, but must be at least 1.")
+        self.held_out, self.momentum = held_out, momentum
+        self.damping, self.floor, self.max_tries = damping, floor, max_tries
+        self._last: dict[str, Tensor] = {}
+
+    def choose(self, problem: Problem, loss: float, proposals: Sequence[Proposal]) -> Choice:
+        seen, problem = problem, problem.held_out() or problem
+        if problem is seen:
+            before, gradient = loss, [proposal.gradient for proposal in proposals]
+        else:
+            loss_before, gradient = problem.differentiate()
+            before = float(loss_before)
+        columns, vectors = self._directions(problem, proposals)
+        if not vectors:
+            return Choice(None, "no block has a direction")
+        slopes = torch.stack([gradient[column] @ v for column, v in zip(columns, vectors, strict=True)])
+        curved = gram(problem.matrix(), columns, vectors)
+        lengths = self._lengths(columns, vectors)
+        slopes, curved, lengths = (tensor.double().cpu() for tensor in (slopes, curved, lengths))
+        coefficients = self._solve(slopes, curved, lengths)
+        if coefficients is None:
+            return self._rejected("the model along the directions is not finite")
+
+        rates = torch.tensor([proposals[column].lr for column in columns], dtype=torch.float64)
+        full = coefficients * rates
+        direction = self._combined(proposals, columns, vectors, full.tolist())
+        scale = 1.0
+        for trial in range(self.max_tries):
+            update = [own * scale for own in direction] if trial else direction
+            after = float(problem.loss_at(update))
+            taken = scale * full
+            change = float(slopes @ taken + 0.5 * taken @ curved @ taken)
+            if math.isfinite(after) and after < before:
+                ratio = (after - before) / change if change < 0 else 0.0
+                self._adapt(ratio)
+                self._last = {
+                    block.name: own.clone() for block, own in zip(problem.blocks, update, strict=True)
+                }
+                return Choice(
+                    update,
+                    "best combination" if trial == 0 else f"best combination, shrunk to {scale:.3g}",
+                    change=change,
+                    loss=after,
+                    before=None if problem is seen else before,
+                    coefficients=self._shares(len(proposals), columns, taken.tolist()),
+                )
+            scale *= 0.5
+        return self._rejected(f"no step down to {2 * scale:.2g} of the best combination lowers the loss")
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"damping": self.damping, "last": {name: own.clone() for name, own in self._last.items()}}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.damping = float(state["damping"])
+        self._last = {name: own.clone() for name, own in state["last"].items()}
+
+    def _directions(self, problem: Problem, proposals: Sequence[Proposal]) -> tuple[list[int], list[Tensor]]:
+        """Each block's direction and then each block's last update, as far as there are any."""
+        found = [(index, proposal.direction) for index, proposal in enumerate(proposals) if proposal.norm > 0]
+        for index, block in enumerate(problem.blocks):
+            last = self._last.get(block.name)
+            if self.momentum and last is not None and len(last) == block.size and bool(last.any()):
+                found.append((index, last.to(proposals[index].direction)))
+        return [index for index, _ in found], [vector for _, vector in found]
+
+    @staticmethod
+    def _lengths(columns: Sequence[int], vectors: Sequence[Tensor]) -> Tensor:
+        rows = [
+            torch.stack(
+                [
+                    u @ v if row == column else u.new_zeros(())
+                    for column, v in zip(columns, vectors, strict=True)
+                ]
+            )
+            for row, u in zip(columns, vectors, strict=True)
+        ]
+        return torch.stack(rows)
+
+    def _solve(self, slopes: Tensor, curved: Tensor, lengths: Tensor) -> Tensor | None:
+        matrix = curved + self.damping * lengths
+        scale = matrix.diagonal().clamp_min(1e-300).rsqrt()
+        scaled = scale[:, None] * matrix * scale + 1e-6 * torch.eye(len(matrix), dtype=matrix.dtype)
+        if not bool(scaled.isfinite().all() & slopes.isfinite().all()):
+            return None
+        # By eigenvalues, because the Hessian, or rounding, may leave some negative.
+        values, vectors = torch.linalg.eigh((scaled + scaled.T) / 2)
+        coefficients = vectors @ ((vectors.T @ (-slopes * scale)) / values.abs().clamp_min(1e-6))
+        return coefficients * scale
+
+    @staticmethod
+    def _combined(
+        proposals: Sequence[Proposal],
+        columns: Sequence[int],
+        vectors: Sequence[Tensor],
+        factors: Sequence[float],
+    ) -> list[Tensor]:
+        combined = [torch.zeros_like(proposal.direction) for proposal in proposals]
+        for column, vector, factor in zip(columns, vectors, factors, strict=True):
+            combined[column].add_(vector, alpha=factor)
+        return combined
+
+    @staticmethod
+    def _shares(number: int, columns: Sequence[int], factors: Sequence[float]) -> list[float]:
+        """The factor of each block's direction, which comes before that of its last update."""
+        shares = [0.0] * number
+        for column, factor in reversed(list(zip(columns, factors, strict=True))):
+            shares[column] = factor
+        return shares
+
+    def _adapt(self, ratio: float) -> None:
+        if ratio > 0.75:
+            self.damping = max(0.7 * self.damping, self.floor)
+        elif ratio < 0.25:
+            self.damping /= 0.7
+
+    def _rejected(self, reason: str) -> Choice:
+        self._adapt(0.0)
+        return Choice(None, reason)
 
 
 def _back(proposal: Proposal, back: int) -> tuple[Proposal, Iterate]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import enum
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 import torch
@@ -201,8 +201,9 @@ def _geometric(factor: float | None, limit: int) -> set[int]:
 
 @dataclass(frozen=True)
 class System:
-    """A block's linear system, where to start and when to stop."""
+    """A block's linear system, where to start and when to stop; ``index`` is that of the block."""
 
+    index: int
     operator: LinearOperator
     rhs: Tensor
     start: Tensor | None = None
@@ -247,6 +248,53 @@ class ConjugateGradient:
 
 
 @dataclass(frozen=True)
+class GaussSeidel:
+    r"""One block after the other, each with the answer to what the blocks before it will change.
+
+    From the last block to the first, :math:`(G_{bb} + \lambda_b I) d_b = -g_b - \sum_{c > b} G_{bc} d_c`. A
+    product between blocks is needed for each pair, and the blocks can no longer run in parallel.
+
+    Args:
+        other: Solves each block's system.
+    """
+
+    other: BlockSolver = field(default_factory=lambda: Cholesky())
+
+    def solve(self, systems: Sequence[System], matrix: BlockMatrix) -> list[Solution]:
+        solutions: dict[int, Solution] = {}
+        for system in reversed(systems):
+            rhs = system.rhs
+            for column, solution in solutions.items():
+                if solution.status is not Status.NON_FINITE:
+                    rhs = rhs - matrix.product(system.index, column, solution.x)
+            (solutions[system.index],) = self.other.solve([replace(system, rhs=rhs)], matrix)
+        return [solutions[system.index] for system in systems]
+
+
+@dataclass(frozen=True)
+class Precondition:
+    """The preconditioner's answer alone, without an iteration.
+
+    With ``preconditioner=Kronecker()`` and a search that scales the steps this is K-FAC.
+    """
+
+    def solve(self, systems: Sequence[System], matrix: BlockMatrix) -> list[Solution]:
+        return [self._apply(system) for system in systems]
+
+    @staticmethod
+    def _apply(system: System) -> Solution:
+        if system.preconditioner is None:
+            raise ValueError("Precondition() needs a preconditioner, e.g. preconditioner=Kronecker().")
+        x = system.preconditioner @ system.rhs
+        if not bool(x.isfinite().all()):
+            return Solution(torch.zeros_like(x), Status.NON_FINITE, 0, 0, 1.0, 0.0)
+        # Without a product the matrix is taken to be what the preconditioner inverts: x A x = b x.
+        model = -0.5 * float(x @ system.rhs)
+        iterates = () if system.record is None else (Iterate(0, x, model),)
+        return Solution(x, Status.STEP_LIMIT, 0, 0, 1.0, model, iterates)
+
+
+@dataclass(frozen=True)
 class Cholesky:
     """Outright where a block's matrix is there (``products=Formed()``), and otherwise as ``other`` does.
 
@@ -258,8 +306,8 @@ class Cholesky:
     def solve(self, systems: Sequence[System], matrix: BlockMatrix) -> list[Solution]:
         dense: Mapping[int, Tensor] = getattr(matrix, "dense", {})
         solutions = [
-            self._factorize(dense[index], system) if index in dense else None
-            for index, system in enumerate(systems)
+            self._factorize(dense[system.index], system) if system.index in dense else None
+            for system in systems
         ]
         rest = [system for system, solution in zip(systems, solutions, strict=True) if solution is None]
         others = iter(self.other.solve(rest, matrix) if rest else ())

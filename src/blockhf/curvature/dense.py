@@ -32,7 +32,7 @@ from blockhf.objective import (
     tensors_of,
     twice_differentiable,
 )
-from blockhf.operators import BlockMatrix
+from blockhf.operators import BlockMatrix, gram
 
 Matrix = TypeVar("Matrix", bound=BlockMatrix)
 
@@ -80,7 +80,8 @@ class Formed:
         blocks = [problem.blocks[index] for index in indices]
         totals = [block.params[0].new_zeros(block.size, block.size) for block in blocks]
         for part in problem.curvature_parts():
-            self._add(problem, part, blocks, totals)
+            with problem.meter.counting("forming", part.shapes, tuple(indices)):
+                self._add(problem, part, blocks, totals)
         self._check(curvature, problem, indices, totals)
         return totals
 
@@ -125,6 +126,9 @@ class FormedMatrix:
         if row == column and row in self.dense:
             return self.dense[row] @ vector
         return self.other().product(row, column, vector)
+
+    def gram(self, columns: Sequence[int], vectors: Sequence[Tensor]) -> Tensor:
+        return gram(self.other(), columns, vectors)
 
 
 def lazily(make: Callable[[], Matrix]) -> Callable[[], Matrix]:

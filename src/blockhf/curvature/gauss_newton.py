@@ -10,6 +10,7 @@ from torch import Tensor
 
 from blockhf.blocks import Block
 from blockhf.curvature.graph import Linearization
+from blockhf.curvature.products import inner
 from blockhf.objective import Evaluation, check_outputs
 from blockhf.operators import BlockMatrix
 
@@ -48,6 +49,14 @@ class _Matrix:
     def product(self, row: int, column: int, vector: Tensor) -> Tensor:
         tangents = self.linearization.pushforward(column, vector)
         return self.linearization.pullback(row, self._hessian(tangents))
+
+    def halves(self, column: int, vector: Tensor) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
+        """``J v`` and ``H J v``: a product before the way back."""
+        tangents = self.linearization.pushforward(column, vector)
+        return tangents, self._hessian(tangents)
+
+    def gram(self, columns: Sequence[int], vectors: Sequence[Tensor]) -> Tensor:
+        return inner([self.halves(column, vector) for column, vector in zip(columns, vectors, strict=True)])
 
     def _hessian(self, tangents: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """``H`` times a tangent of the outputs."""

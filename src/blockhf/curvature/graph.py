@@ -9,7 +9,7 @@ block that is asked for, because autograd visits only what lies between.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -17,8 +17,9 @@ from torch import Tensor
 
 from blockhf.blocks import Block
 from blockhf.curvature.products import Curvature, PartMatrix, over_parts
+from blockhf.flops import Meter
 from blockhf.objective import Part, Problem, RandomState
-from blockhf.operators import BlockMatrix
+from blockhf.operators import BlockMatrix, gram
 
 
 @dataclass(frozen=True)
@@ -93,22 +94,32 @@ class _Maker:
         sizes: dict[int, int] = {}
         with _measured(sizes) if self.measure else contextlib.nullcontext():
             evaluation = self.problem.linearizable(self.part)
-            if self._draws is None:
-                self._draws = RandomState(self.problem.devices)
-                matrix = self.curvature.at(evaluation, self.problem.blocks)
-            else:
-                with self._draws.replayed():
+            with self.problem.meter.counting("linearization", self.part.shapes):
+                if self._draws is None:
+                    self._draws = RandomState(self.problem.devices)
                     matrix = self.curvature.at(evaluation, self.problem.blocks)
-        return _Sized(matrix, sum(sizes.values()))
+                else:
+                    with self._draws.replayed():
+                        matrix = self.curvature.at(evaluation, self.problem.blocks)
+        return _Measured(matrix, sum(sizes.values()), self.problem.meter, self.part.shapes)
 
 
 @dataclass(frozen=True, eq=False)
-class _Sized:
+class _Measured:
+    """A matrix on one part whose memory is known and whose products are counted."""
+
     matrix: BlockMatrix
     num_bytes: int
+    meter: Meter
+    shapes: Hashable
 
     def product(self, row: int, column: int, vector: Tensor) -> Tensor:
-        return self.matrix.product(row, column, vector)
+        with self.meter.counting("product", self.shapes, row, column):
+            return self.matrix.product(row, column, vector)
+
+    def gram(self, columns: Sequence[int], vectors: Sequence[Tensor]) -> Tensor:
+        with self.meter.counting("gram", self.shapes, tuple(columns)):
+            return gram(self.matrix, columns, vectors)
 
 
 @contextlib.contextmanager

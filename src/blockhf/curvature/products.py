@@ -11,7 +11,7 @@ from torch import Tensor
 
 from blockhf.blocks import Block
 from blockhf.objective import Evaluation, Part, Problem
-from blockhf.operators import BlockMatrix
+from blockhf.operators import BlockMatrix, gram
 
 
 class Curvature(Protocol):
@@ -82,6 +82,9 @@ class _Scaled:
     def product(self, row: int, column: int, vector: Tensor) -> Tensor:
         return self.matrix.product(row, column, vector) * self.weight
 
+    def gram(self, columns: Sequence[int], vectors: Sequence[Tensor]) -> Tensor:
+        return gram(self.matrix, columns, vectors) * self.weight
+
 
 @dataclass(frozen=True, eq=False)
 class _SumOfParts:
@@ -94,6 +97,14 @@ class _SumOfParts:
         for make, weight, kept in zip(self.makers, self.weights, self.kept, strict=True):
             product = (kept or make()).product(row, column, vector).mul_(weight)
             total = product if total is None else total.add_(product)
+        assert total is not None
+        return total
+
+    def gram(self, columns: Sequence[int], vectors: Sequence[Tensor]) -> Tensor:
+        total: Tensor | None = None
+        for make, weight, kept in zip(self.makers, self.weights, self.kept, strict=True):
+            part = gram(kept or make(), columns, vectors) * weight
+            total = part if total is None else total + part
         assert total is not None
         return total
 
@@ -117,6 +128,20 @@ class Noted:
 
     def product(self, row: int, column: int, vector: Tensor) -> Tensor:
         return self.matrix.product(row, column, vector)
+
+    def gram(self, columns: Sequence[int], vectors: Sequence[Tensor]) -> Tensor:
+        return gram(self.matrix, columns, vectors)
+
+
+def inner(halves: Sequence[tuple[Sequence[Tensor], Sequence[Tensor]]]) -> Tensor:
+    """The products ``(J vᵢ)ᵀ (H J vⱼ)`` from all ``J v`` and ``H J v``."""
+    return torch.stack(
+        [torch.stack([sum_of_products(left, right) for _, right in halves]) for left, _ in halves]
+    )
+
+
+def sum_of_products(left: Sequence[Tensor], right: Sequence[Tensor]) -> Tensor:
+    return torch.stack([(a * b).sum() for a, b in zip(left, right, strict=True)]).sum()
 
 
 def closeness(one: Tensor, other: Tensor) -> tuple[float, float]:

@@ -24,7 +24,15 @@ from torch.func import functional_call
 from blockhf.blocks import Block
 from blockhf.curvature.fisher import MonteCarloFisher
 from blockhf.curvature.outline import outline
-from blockhf.curvature.products import Curvature, Noted, PartMatrix, closeness, disagreement, over_parts
+from blockhf.curvature.products import (
+    Curvature,
+    Noted,
+    PartMatrix,
+    closeness,
+    disagreement,
+    inner,
+    over_parts,
+)
 from blockhf.curvature.rewrites import (
     TracingError,
     dependent_on,
@@ -37,6 +45,7 @@ from blockhf.curvature.rewrites import (
     simplify,
     write_results,
 )
+from blockhf.flops import Meter, flops_of_graph
 from blockhf.objective import (
     Evaluation,
     Objective,
@@ -168,7 +177,10 @@ class Trace:
                     tie_weights=False,
                 )
                 matrix = curvature.at(evaluation, [_Pieces("all", tuple(params))])
-                return *matrix.product(0, 0, vectors), evaluation.loss.detach()
+                products = matrix.product(0, 0, vectors)
+                tangents, curved = matrix.halves(0, vectors) if hasattr(matrix, "halves") else ((), ())
+                self._num_halves = len(tangents)
+                return *products, *tangents, *curved, evaluation.loss.detach()
 
         try:
             recorded = record(
@@ -184,6 +196,7 @@ class Trace:
             raise TracingError(f"{type(error).__name__}: {str(error).strip().splitlines()[0]}") from error
         self._split(recorded, num_params + num_buffers + num_inputs)
         self._products: dict[tuple[int, int], _Product] = {}
+        self._halves: dict[int, _Product] = {}
         self.seconds = 0.0
         self.compile = False
 
@@ -195,7 +208,8 @@ class Trace:
             residuals, loss = self.residuals(params, part.batch)
         problem.work.num_linearizations += 1
         problem.work.linearized_samples += batch_size(part.batch)
-        return _TracedPart(self, problem.blocks, residuals), loss
+        problem.meter.total += self._fixed_flops
+        return _TracedPart(self, problem.blocks, residuals, problem.meter), loss
 
     def _split(self, recorded: fx.GraphModule, num_fixed: int) -> None:
         graph = recorded.graph
@@ -213,6 +227,7 @@ class Trace:
             and any(user in dependent or (user.op == "output" and node in products) for user in node.users)
         ]
         self.fixed = extract(recorded, placeholders[:num_fixed], [*residuals, loss], dependent, keep=False)
+        self._fixed_flops = flops_of_graph(self.fixed.graph)
         product = extract(recorded, [*residuals, *vectors], products, dependent, keep=True)
         if any(map(is_mutable, product.graph.nodes)):
             product = functional(product)
@@ -230,16 +245,24 @@ class Trace:
     def product(self, row: int, column: int) -> _Product:
         """The function from residuals and a column's vector to a row's product."""
         if (row, column) not in self._products:
-            starts = [sum(self._sizes[:i]) for i in range(len(self._sizes) + 1)]
-            residuals, function = restrict(
-                self._product,
-                self._num_residuals,
-                rows=range(starts[row], starts[row + 1]),
-                columns=range(starts[column], starts[column + 1]),
-            )
-            product = _Product(residuals, function)
+            product = self._restricted(self._pieces(row), column)
             self._products[row, column] = (_Compiled if self.compile else _InPlace)(product)
         return self._products[row, column]
+
+    def halves(self, column: int) -> _Product:
+        """The function from residuals and a column's vector to ``J v`` and ``H J v``."""
+        if column not in self._halves:
+            first = sum(self._sizes)
+            product = self._restricted(range(first, first + 2 * self._num_halves), column)
+            self._halves[column] = _Compiled(product) if self.compile else product
+        return self._halves[column]
+
+    def _restricted(self, results: range, column: int) -> _Product:
+        return _Product(*restrict(self._product, self._num_residuals, results, self._pieces(column)))
+
+    def _pieces(self, block: int) -> range:
+        start = sum(self._sizes[:block])
+        return range(start, start + self._sizes[block])
 
     @property
     def note(self) -> str:
@@ -252,11 +275,16 @@ class Trace:
 class _Product:
     """A part of the product's graph: which residuals it reads, and the function itself."""
 
-    def __init__(self, residuals: Sequence[int], function: Callable[..., Any]) -> None:
+    def __init__(self, residuals: Sequence[int], function: Callable[..., Any], flops: int = 0) -> None:
         self.residuals, self.function = residuals, function
+        self.flops = flops_of_graph(function.graph) if isinstance(function, fx.GraphModule) else flops
 
     def __call__(self, residuals: Sequence[Tensor], row: Block, column: Block, vector: Tensor) -> Tensor:
-        return row.flatten(self.function(*self.inputs(residuals, column, vector)))
+        return row.flatten(self.results(residuals, column, vector))
+
+    def results(self, residuals: Sequence[Tensor], column: Block, vector: Tensor) -> Sequence[Any]:
+        results: Sequence[Any] = self.function(*self.inputs(residuals, column, vector))
+        return results
 
     def inputs(self, residuals: Sequence[Tensor], column: Block, vector: Tensor) -> list[Tensor]:
         return [*(residuals[index] for index in self.residuals), *column.unflatten(vector)]
@@ -270,7 +298,7 @@ class _InPlace(_Product):
         reuse_memory(product.function.graph)
         write_results(product.function.graph)
         product.function.recompile()
-        super().__init__(product.residuals, product.function)
+        self.residuals, self.function, self.flops = product.residuals, product.function, product.flops
 
     def __call__(self, residuals: Sequence[Tensor], row: Block, column: Block, vector: Tensor) -> Tensor:
         result = vector.new_empty(row.size)
@@ -282,17 +310,17 @@ class _Compiled(_Product):
     """A product that ``torch.compile`` made faster, or the same product if that fails."""
 
     def __init__(self, product: _Product) -> None:
-        super().__init__(product.residuals, self._compiled(product.function))
+        super().__init__(product.residuals, self._compiled(product.function), product.flops)
         self.plain = product
         self.seconds = 0.0
         self._ready = False
 
-    def __call__(self, residuals: Sequence[Tensor], row: Block, column: Block, vector: Tensor) -> Tensor:
+    def results(self, residuals: Sequence[Tensor], column: Block, vector: Tensor) -> Sequence[Any]:
         if self._ready:
-            return super().__call__(residuals, row, column, vector)
+            return super().results(residuals, column, vector)
         start = time.perf_counter()
         try:
-            result = super().__call__(residuals, row, column, vector)
+            result = super().results(residuals, column, vector)
         except Exception as error:  # a missing compiler, or whatever else a compiler may say
             warnings.warn(
                 f"torch.compile failed ({type(error).__name__}: {str(error).strip().splitlines()[0]}), so "
@@ -300,7 +328,7 @@ class _Compiled(_Product):
                 stacklevel=2,
             )
             self.function = self.plain.function
-            result = super().__call__(residuals, row, column, vector)
+            result = super().results(residuals, column, vector)
         self.seconds, self._ready = time.perf_counter() - start, True
         return result
 
@@ -315,8 +343,10 @@ class _Compiled(_Product):
 class _TracedPart:
     """The matrix on one part of the batch."""
 
-    def __init__(self, trace: Trace, blocks: Sequence[Block], residuals: Sequence[Tensor]) -> None:
-        self.trace, self.blocks, self.residuals = trace, blocks, residuals
+    def __init__(
+        self, trace: Trace, blocks: Sequence[Block], residuals: Sequence[Tensor], meter: Meter
+    ) -> None:
+        self.trace, self.blocks, self.residuals, self.meter = trace, blocks, residuals, meter
 
     @property
     def num_bytes(self) -> int:
@@ -328,10 +358,20 @@ class _TracedPart:
         return sum(size for pointer, size in sizes.items() if pointer not in owned)
 
     def product(self, row: int, column: int, vector: Tensor) -> Tensor:
+        function = self.trace.product(row, column)
+        self.meter.total += function.flops
         with torch.no_grad():
-            return self.trace.product(row, column)(
-                self.residuals, self.blocks[row], self.blocks[column], vector
-            )
+            return function(self.residuals, self.blocks[row], self.blocks[column], vector)
+
+    def gram(self, columns: Sequence[int], vectors: Sequence[Tensor]) -> Tensor:
+        return inner([self._halves(*pair) for pair in zip(columns, vectors, strict=True)])
+
+    def _halves(self, column: int, vector: Tensor) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
+        function = self.trace.halves(column)
+        self.meter.total += function.flops
+        with torch.no_grad():
+            results = function.results(self.residuals, self.blocks[column], vector)
+        return results[: len(results) // 2], results[len(results) // 2 :]
 
 
 def _signature(curvature: Curvature, problem: Problem, part: Part) -> Any:

@@ -1,8 +1,9 @@
-"""Approximate inverses that make conjugate gradients need fewer iterations."""
+"""What a preconditioner is."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 from blockhf.objective import Problem
@@ -21,3 +22,13 @@ class Preconditioner(Protocol):
     ) -> Sequence[LinearOperator | None]:
         """For each block an operator that maps a residual to an approximate solution, or ``None``."""
         ...
+
+
+@dataclass(frozen=True)
+class Identity:
+    """No preconditioner; the paper's choice."""
+
+    def prepare(
+        self, problem: Problem, matrix: BlockMatrix, dampings: Sequence[float]
+    ) -> Sequence[LinearOperator | None]:
+        return [None] * len(problem.blocks)

@@ -1,0 +1,112 @@
+"""Counting of floating point operations, so that the cost of a step does not depend on the machine.
+
+Counted are matrix products, convolutions, attention and the factorizations of matrices, as in
+``torch.utils.flop_counter``: a multiplication and its addition are two operations. Sums and elementwise
+functions are left out.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Hashable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import flop_registry
+
+_aten = torch.ops.aten
+
+
+def _cubic(factor: float) -> Callable[..., int]:
+    """The leading term for a stack of square matrices."""
+
+    def count(matrix: Tensor, *_: Any, **__: Any) -> int:
+        size = matrix.shape[-1]
+        return int(factor * size**2 * matrix.numel() / max(size, 1))
+
+    return count
+
+
+# Golub & Van Loan, "Matrix Computations". The matrix-vector product is missing in torch's own table.
+_FORMULAS: dict[Any, Callable[..., Any]] = {
+    _aten.linalg_cholesky_ex: _cubic(1 / 3),
+    _aten.cholesky_inverse: _cubic(2 / 3),
+    _aten._linalg_eigh: _cubic(9),
+    _aten.cholesky_solve: lambda b, factor, *_, **__: 2 * factor.shape[-1] * b.numel(),
+    _aten.linalg_solve_triangular: lambda factor, b, *_, **__: factor.shape[-1] * b.numel(),
+    _aten.mv: lambda matrix, *_, **__: 2 * matrix.numel(),
+}
+
+
+def flops_of(operation: Any, args: Any, kwargs: Any, result: Any) -> int:
+    """The floating point operations of one tensor operation; only shapes matter."""
+    packet = getattr(operation, "_overloadpacket", None)
+    if packet in _FORMULAS:
+        return int(_FORMULAS[packet](*args, **kwargs))
+    if packet in flop_registry:
+        return int(flop_registry[packet](*args, **kwargs, out_val=result))
+    return 0
+
+
+def flops_of_graph(graph: fx.Graph) -> int:
+    """The floating point operations of a recorded graph, which need not be run for it."""
+
+    def value(node: fx.Node) -> Any:
+        return node.meta.get("val")
+
+    return sum(
+        flops_of(node.target, fx.map_arg(node.args, value), fx.map_arg(node.kwargs, value), value(node))
+        for node in graph.nodes
+        if node.op == "call_function"
+    )
+
+
+class _Counter(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.flops = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        self.flops += flops_of(func, args, kwargs or {}, result)
+        return result
+
+
+class Meter:
+    """Adds up operations. Each kind of work is counted the first time and remembered by its key.
+
+    >>> meter = Meter()
+    >>> for _ in range(3):
+    ...     with meter.counting("product"):
+    ...         _ = torch.ones(2, 3) @ torch.ones(3, 4)
+    >>> meter.total
+    144
+    """
+
+    def __init__(self) -> None:
+        self.total = 0
+        self._known: dict[Hashable, int] = {}
+        self._inside = False
+
+    @contextlib.contextmanager
+    def counting(self, *key: Hashable) -> Iterator[None]:
+        """Count what happens inside, which must be the same amount of work for the same key.
+
+        Inside of another count it does nothing: the work is a part of the other's.
+        """
+        if self._inside:
+            yield
+            return
+        self._inside = True
+        try:
+            if key in self._known:
+                yield
+            else:
+                with _Counter() as counter:
+                    yield
+                self._known[key] = counter.flops
+        finally:
+            self._inside = False
+        self.total += self._known[key]

@@ -1,0 +1,157 @@
+"""Diagonal preconditioners, for blocks without other structure."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from blockhf.objective import Evaluation, Problem
+from blockhf.operators import BlockMatrix, LinearOperator
+from blockhf.preconditioners.draws import curvature_draw, signed_slopes
+
+
+class Estimator(Protocol):
+    """A way to the diagonal of the matrix."""
+
+    def estimate(self, problem: Problem, matrix: BlockMatrix, generator: torch.Generator) -> list[Tensor]:
+        """For each block an estimate of its diagonal, of which averages are taken over the steps."""
+        ...
+
+
+@dataclass(frozen=True)
+class CurvatureDraws:
+    """Squares of gradients that come from random cotangents with the covariance of the curvature.
+
+    Their mean is the diagonal of the Gauss-Newton matrix. A draw costs a backward pass.
+    """
+
+    num_draws: int = 1
+
+    def estimate(self, problem: Problem, matrix: BlockMatrix, generator: torch.Generator) -> list[Tensor]:
+        return _squares(problem, generator, curvature_draw, self.num_draws)
+
+
+@dataclass(frozen=True)
+class SignedGradients:
+    """The empirical Fisher matrix's diagonal: the mean of the samples' squared gradients (Martens, 2010).
+
+    The samples' gradients are added with random signs, so that one backward pass does for all.
+    """
+
+    num_draws: int = 1
+
+    def estimate(self, problem: Problem, matrix: BlockMatrix, generator: torch.Generator) -> list[Tensor]:
+        squares = _squares(problem, generator, signed_slopes, self.num_draws)
+        number = problem.num_curvature_samples if problem.reduction == "mean" else 1
+        return [square * number for square in squares]
+
+
+@dataclass(frozen=True)
+class Hutchinson:
+    """The mean of ``z ∘ G z`` over random signs ``z`` (Bekas et al., 2007): any matrix, a product a draw."""
+
+    num_draws: int = 1
+
+    def estimate(self, problem: Problem, matrix: BlockMatrix, generator: torch.Generator) -> list[Tensor]:
+        diagonals = []
+        for index, block in enumerate(problem.blocks):
+            total = block.params[0].new_zeros(block.size)
+            for _ in range(self.num_draws):
+                signs = torch.empty_like(total).bernoulli_(0.5, generator=generator).mul_(2).sub_(1)
+                total.add_(signs * matrix.product(index, index, signs), alpha=1 / self.num_draws)
+            diagonals.append(total)
+        return diagonals
+
+
+class Diagonal:
+    r"""Divides by :math:`(d + \lambda)^\alpha` with ``d`` an estimate of the matrix's diagonal.
+
+    Args:
+        estimator: Where the diagonal comes from: ``CurvatureDraws()``, ``SignedGradients()``, ``Hutchinson()``.
+        exponent: :math:`\alpha`; Martens (2010, section 4.7) takes 0.75 with ``SignedGradients()``.
+        decay: The most weight that the average over the steps gives to the past.
+        seed: Of the random numbers, which leave torch's own alone.
+    """
+
+    def __init__(
+        self,
+        estimator: Estimator | None = None,
+        *,
+        exponent: float = 1.0,
+        decay: float = 0.95,
+        seed: int = 0,
+    ) -> None:
+        if not 0 < exponent <= 1:
+            raise ValueError(f"exponent is {exponent}, but must be above 0 and at most 1.")
+        if not 0 <= decay < 1:
+            raise ValueError(f"decay is {decay}, but must be at least 0 and below 1.")
+        self.estimator: Estimator = estimator or CurvatureDraws()
+        self.exponent, self.decay, self.seed = exponent, decay, seed
+        self._num_steps = 0
+        self._averages: dict[str, Tensor] = {}
+
+    def prepare(
+        self, problem: Problem, matrix: BlockMatrix, dampings: Sequence[float]
+    ) -> Sequence[LinearOperator | None]:
+        self._num_steps += 1
+        device = problem.blocks[0].params[0].device
+        generator = torch.Generator(device).manual_seed(self.seed + self._num_steps)
+        weight = min(1 - 1 / self._num_steps, self.decay)
+        inverses: list[LinearOperator | None] = []
+        estimates = self.estimator.estimate(problem, matrix, generator)
+        for block, new, damping in zip(problem.blocks, estimates, dampings, strict=True):
+            new = new.nan_to_num(0.0, 0.0, 0.0).clamp_min_(0)
+            known = self._averages.get(block.name)
+            average = new if known is None or known.shape != new.shape else known.lerp(new, 1 - weight)
+            self._averages[block.name] = average
+            shift = max(damping, 1e-6 * float(average.mean())) or 1.0
+            inverses.append(Scaling((average + shift).pow_(-self.exponent)))
+        return inverses
+
+    def state_dict(self) -> dict[str, Any]:
+        averages = {name: tensor.clone() for name, tensor in self._averages.items()}
+        return {"num_steps": self._num_steps, "averages": averages}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._num_steps = int(state["num_steps"])
+        self._averages = {name: tensor.clone() for name, tensor in state["averages"].items()}
+
+
+@dataclass(frozen=True, eq=False)
+class Scaling:
+    """A diagonal matrix."""
+
+    diagonal: Tensor
+
+    def __matmul__(self, vector: Tensor) -> Tensor:
+        return self.diagonal * vector
+
+
+def _squares(
+    problem: Problem,
+    generator: torch.Generator,
+    draw: Callable[[Evaluation, torch.Generator], list[Tensor]],
+    num_draws: int,
+) -> list[Tensor]:
+    """For each block the squares of ``Jᵀ r``, over parts and draws."""
+    totals = [block.params[0].new_zeros(block.size) for block in problem.blocks]
+    params = [param for block in problem.blocks for param in block.params]
+    with torch.enable_grad():
+        for part in problem.curvature_parts():
+            evaluation = problem.linearizable(part, fresh=True)
+            for _ in range(num_draws):
+                with problem.meter.counting("diagonal", part.shapes):
+                    cotangents = draw(evaluation, generator)
+                    gradients = iter(
+                        torch.autograd.grad(
+                            evaluation.outputs, params, cotangents, retain_graph=True, allow_unused=True
+                        )
+                    )
+                for block, total in zip(problem.blocks, totals, strict=True):
+                    gradient = block.flatten([next(gradients) for _ in block.params])
+                    total.addcmul_(gradient, gradient, value=part.weight / num_draws)
+    return totals

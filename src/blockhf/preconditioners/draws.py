@@ -1,0 +1,111 @@
+"""Random cotangents whose covariance is the curvature of the loss by the outputs.
+
+Back-propagated, such a draw ``r`` gives gradients ``Jᵀ r`` whose covariance is the Gauss-Newton matrix,
+for any loss and at the price of one backward pass.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from blockhf.objective import Evaluation
+
+_MOST_STEPS = 10
+
+
+def curvature_draw(evaluation: Evaluation, generator: torch.Generator) -> list[Tensor]:
+    r"""A draw with covariance ``H``, the second derivatives of the loss by the outputs.
+
+    It is :math:`H^{1/2} \varepsilon` by the Lanczos process, for each sample by itself: a few products
+    with ``H``, which take no pass through the network. For squared error one is enough, for cross entropy
+    one fewer than there are classes.
+    """
+    outputs = evaluation.outputs
+    slopes = torch.autograd.grad(
+        evaluation.loss, outputs, create_graph=True, allow_unused=True, materialize_grads=True
+    )
+    if not any(slope.requires_grad for slope in slopes):
+        return [torch.zeros_like(output) for output in outputs]
+    join, split = _rows(outputs, evaluation.num_samples)
+
+    def product(rows: Tensor) -> Tensor:
+        pairs = [(s, v) for s, v in zip(slopes, split(rows), strict=True) if s.requires_grad]
+        return join(
+            torch.autograd.grad(
+                [slope for slope, _ in pairs],
+                outputs,
+                [vector for _, vector in pairs],
+                retain_graph=True,
+                allow_unused=True,
+                materialize_grads=True,
+            )
+        )
+
+    noise = torch.empty_like(join([output.detach() for output in outputs])).normal_(generator=generator)
+    return split(_square_root(product, noise))
+
+
+def signed_slopes(evaluation: Evaluation, generator: torch.Generator) -> list[Tensor]:
+    """The slopes of the loss by the outputs, each sample's with a random sign.
+
+    Back-propagated, their covariance is the empirical Fisher matrix over the number of samples.
+    """
+    slopes = torch.autograd.grad(
+        evaluation.loss, evaluation.outputs, retain_graph=True, allow_unused=True, materialize_grads=True
+    )
+    join, split = _rows(evaluation.outputs, evaluation.num_samples)
+    rows = join(slopes)
+    signs = torch.empty(len(rows), 1, dtype=rows.dtype, device=rows.device)
+    signs.bernoulli_(0.5, generator=generator).mul_(2).sub_(1)
+    return split(rows * signs)
+
+
+def _rows(
+    outputs: Sequence[Tensor], num_samples: int | None
+) -> tuple[Callable[[Sequence[Tensor]], Tensor], Callable[[Tensor], list[Tensor]]]:
+    """From tensors like the outputs to one row per sample, and back.
+
+    One row for all where the outputs do not have the samples first.
+    """
+    by_sample = all(output.dim() > 0 and output.shape[0] == num_samples for output in outputs)
+    num_rows = num_samples if by_sample and num_samples else 1
+    widths = [output.numel() // num_rows for output in outputs]
+
+    def join(tensors: Sequence[Tensor]) -> Tensor:
+        return torch.cat([tensor.reshape(num_rows, -1) for tensor in tensors], dim=1)
+
+    def split(rows: Tensor) -> list[Tensor]:
+        pieces = torch.split(rows, widths, dim=1)
+        return [piece.reshape(output.shape) for piece, output in zip(pieces, outputs, strict=True)]
+
+    return join, split
+
+
+def _square_root(product: Callable[[Tensor], Tensor], start: Tensor) -> Tensor:
+    """The square root of a block-diagonal matrix, a block per row, times ``start``."""
+    tiny = torch.finfo(start.dtype).tiny
+    lengths = torch.linalg.vector_norm(start, dim=1, keepdim=True)
+    basis = [start / lengths.clamp_min(tiny)]
+    diagonal, beside = [], []
+    for step in range(1, min(_MOST_STEPS, start.shape[1]) + 1):
+        image = product(basis[-1])
+        diagonal.append((image * basis[-1]).sum(1))
+        for other in basis:
+            image = image - (image * other).sum(1, keepdim=True) * other
+        length = torch.linalg.vector_norm(image, dim=1)
+        scale = torch.stack(diagonal).abs().max()
+        if step == min(_MOST_STEPS, start.shape[1]) or bool((length <= 1e-4 * scale).all()):
+            break
+        beside.append(length)
+        # A row that is done gets a next vector of zeros, which adds nothing.
+        basis.append(torch.where(length[:, None] > 1e-6 * scale, image / length[:, None].clamp_min(tiny), 0))
+    T = torch.diag_embed(torch.stack(diagonal, 1))
+    if beside:
+        off = torch.stack(beside, 1)
+        T = T + torch.diag_embed(off, 1) + torch.diag_embed(off, -1)
+    values, vectors = torch.linalg.eigh(T)
+    first = (vectors * values.clamp_min(0).sqrt()[:, None, :]) @ vectors[:, 0, :, None]
+    return lengths * torch.stack([first[:, i] * vector for i, vector in enumerate(basis)]).sum(0)

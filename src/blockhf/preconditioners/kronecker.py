@@ -1,0 +1,430 @@
+"""Kronecker factors of a network's Gauss-Newton matrix (Martens & Grosse, 2015).
+
+Where inputs ``a`` are multiplied with a parameter matrix ``W``, the sample's share of ``W`` in the matrix is
+``(a aᵀ) ⊗ (r rᵀ)``, with ``r`` the cotangent of the result. The mean of a product is taken for the product of
+the means, ``A ⊗ S``, whose inverse is ``A⁻¹ ⊗ S⁻¹``: two small matrices instead of a large one.
+
+The multiplications are found in autograd's graph, so it does not matter by which module or function they were
+made: linear layers and convolutions, embeddings, attention, the steps of recurrent cells. Parameters that are
+not multiplied with anything get a diagonal.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.nn import functional as F
+
+from blockhf.blocks import Block
+from blockhf.flops import Meter
+from blockhf.objective import Evaluation, Part, Problem
+from blockhf.operators import BlockMatrix, LinearOperator
+from blockhf.preconditioners.draws import curvature_draw
+
+_CHUNK = 2**24
+"""Entries of the patches of a convolution that are in memory at a time."""
+
+
+class Kronecker:
+    r"""Inverts :math:`A \otimes S + \lambda I` in factors, for every matrix of a network.
+
+    The factors are averages over the steps, with the weight of the past growing to ``decay``. The damping is
+    split as :math:`(A + \pi\sqrt\lambda I) \otimes (S + \sqrt\lambda / \pi\, I)` with
+    :math:`\pi^2` the ratio of the mean eigenvalues of ``A`` and ``S``.
+
+    Args:
+        decay: The most weight that the past gets.
+        every: The factors are inverted in the first ``every`` steps and then at each ``every``-th.
+        max_size: The largest factor; of a larger one only the diagonal is kept.
+        seed: Of the random cotangents, which leave torch's own random numbers alone.
+    """
+
+    def __init__(self, *, decay: float = 0.95, every: int = 5, max_size: int = 8192, seed: int = 0) -> None:
+        if not 0 <= decay < 1:
+            raise ValueError(f"decay is {decay}, but must be at least 0 and below 1.")
+        if every < 1 or max_size < 1:
+            raise ValueError(f"every and max_size are {every} and {max_size}, but must be at least 1.")
+        self.decay, self.every, self.max_size, self.seed = decay, every, max_size, seed
+        self._num_steps = 0
+        self._factors: dict[str, dict[str, Tensor]] = {}
+
+    def prepare(
+        self, problem: Problem, matrix: BlockMatrix, dampings: Sequence[float]
+    ) -> Sequence[LinearOperator | None]:
+        """The inverses; none for blocks whose matrix is there."""
+        formed = getattr(matrix, "dense", {})
+        chosen = [index for index in range(len(problem.blocks)) if index not in formed]
+        if not chosen:
+            return [None] * len(problem.blocks)
+        self._num_steps += 1
+        blocks = [problem.blocks[index] for index in chosen]
+        groups = self._measure(problem, blocks)
+        if self._num_steps <= self.every or self._num_steps % self.every == 0:
+            with problem.meter.counting("inversion", tuple(block.name for block in blocks)):
+                for index in chosen:
+                    self._invert(groups[problem.blocks[index].name], dampings[index])
+        inverses: list[LinearOperator | None] = [None] * len(problem.blocks)
+        for index in chosen:
+            block = problem.blocks[index]
+            inverses[index] = _Inverse(
+                block, groups[block.name], self._factors, dampings[index], problem.meter
+            )
+        return inverses
+
+    def state_dict(self) -> dict[str, Any]:
+        factors = {
+            key: {name: tensor.clone() for name, tensor in own.items()} for key, own in self._factors.items()
+        }
+        return {"num_steps": self._num_steps, "factors": factors}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._num_steps = int(state["num_steps"])
+        self._factors = {
+            key: {name: tensor.clone() for name, tensor in own.items()}
+            for key, own in state["factors"].items()
+        }
+
+    def _measure(self, problem: Problem, blocks: Sequence[Block]) -> dict[str, list[_Group]]:
+        """Take the new step's factors into the averages; returns what belongs together, for each block."""
+        device = blocks[0].params[0].device
+        generator = torch.Generator(device).manual_seed(self.seed + self._num_steps)
+        totals = _Totals()
+        groups: dict[str, list[_Group]] = {}
+        with torch.enable_grad():
+            for part in problem.curvature_parts():
+                evaluation = problem.linearizable(part, fresh=True)
+                with problem.meter.counting("factors", part.shapes, tuple(block.name for block in blocks)):
+                    uses = _find_uses(evaluation.outputs, blocks)
+                    groups = _grouped(uses, blocks)
+                    self._backward(evaluation, part, groups, uses, totals, generator)
+        weight = min(1 - 1 / self._num_steps, self.decay)
+        for key, own in totals.finish().items():
+            if not all(bool(tensor.isfinite().all()) for tensor in own.values()):
+                continue
+            known = self._factors.setdefault(key, {})
+            for name, tensor in own.items():
+                if name in known and known[name].shape == tensor.shape:
+                    known[name].mul_(weight).add_(tensor, alpha=1 - weight)
+                else:
+                    known[name] = tensor
+        return groups
+
+    def _backward(
+        self,
+        evaluation: Evaluation,
+        part: Part,
+        groups: Mapping[str, Sequence[_Group]],
+        uses: Mapping[Tensor, Sequence[_Use]],
+        totals: _Totals,
+        generator: torch.Generator,
+    ) -> None:
+        draw = curvature_draw(evaluation, generator)
+        scale = part.weight**0.5
+        everything = [group for own in groups.values() for group in own]
+        factored = [(group, use) for group in everything if group.factored for use in uses[group.weight]]
+        rest = [group for group in everything if not group.factored]
+        gradients = torch.autograd.grad(
+            evaluation.outputs,
+            [GradientEdge(use.node, 0) for _, use in factored] + [group.weight for group in rest],
+            [cotangent * scale for cotangent in draw],
+            retain_graph=True,  # the inputs are still read from it
+            allow_unused=True,
+        )
+        with torch.no_grad():
+            for (group, use), gradient in zip(factored, gradients, strict=False):
+                if gradient is not None:
+                    for moments in use.moments(gradient, group.bias is not None, self.max_size):
+                        totals.add(group.key, *moments)
+            for group, gradient in zip(rest, gradients[len(factored) :], strict=True):
+                square = torch.zeros_like(group.weight) if gradient is None else gradient.square()
+                totals.add_diagonal(group.key, square.reshape(-1))
+
+    def _invert(self, groups: Sequence[_Group], damping: float) -> None:
+        for group in groups:
+            own = self._factors.get(group.key, {})
+            if not group.factored or "inputs" not in own:
+                continue
+            A, S = own["inputs"], own["cotangents"]
+            mean_A, mean_S = _mean_eigenvalue(A), _mean_eigenvalue(S)
+            pi = torch.where((mean_A > 0) & (mean_S > 0), mean_A / mean_S, 1.0).sqrt()
+            root = damping**0.5
+            own["inverse inputs"] = _inverse(A, torch.maximum(pi * root, 1e-6 * mean_A))
+            own["inverse cotangents"] = _inverse(S, torch.maximum(root / pi, 1e-6 * mean_S))
+
+
+@dataclass(frozen=True, eq=False)
+class _Inverse:
+    """The approximate inverse of one block's damped matrix."""
+
+    block: Block
+    groups: Sequence[_Group]
+    factors: Mapping[str, Mapping[str, Tensor]]
+    damping: float
+    meter: Meter
+
+    def __matmul__(self, vector: Tensor) -> Tensor:
+        pieces = self.block.unflatten(vector)
+        results: list[Tensor | None] = [None] * len(pieces)
+        with self.meter.counting("preconditioner", self.block.name):
+            for group in self.groups:
+                own = self.factors.get(group.key, {})
+                if "inverse inputs" in own:
+                    for index, result in group.split(self._solve(own, group.join(pieces))):
+                        results[index] = result
+                else:
+                    results[group.index] = self._scale(own.get("diagonal"), pieces[group.index])
+        return self.block.flatten(results)
+
+    def _solve(self, own: Mapping[str, Tensor], matrix: Tensor) -> Tensor:
+        return _times(own["inverse cotangents"], _times(own["inverse inputs"], matrix.T).T)
+
+    def _scale(self, diagonal: Tensor | None, piece: Tensor) -> Tensor:
+        if diagonal is None:
+            return piece / (self.damping or 1.0)
+        shift = max(self.damping, 1e-6 * float(diagonal.mean())) or 1.0
+        return piece / (diagonal.view(piece.shape) + shift)
+
+
+@dataclass(frozen=True, eq=False)
+class _Group:
+    """A matrix with the bias that is added to its product, or a parameter by itself.
+
+    Attributes:
+        key: Its name among the factors.
+        index: Where the weight is in the block.
+        weight: The parameter.
+        factored: Whether it has factors, and not a diagonal.
+        flipped: Whether the inputs belong to the rows and not to the columns.
+        bias: Where the bias is in the block.
+    """
+
+    key: str
+    index: int
+    weight: Tensor
+    factored: bool = False
+    flipped: bool = False
+    bias: int | None = None
+
+    def join(self, pieces: Sequence[Tensor]) -> Tensor:
+        """Cotangents by inputs; the bias is the last column."""
+        piece = pieces[self.index]
+        matrix = piece.T if self.flipped else piece.flatten(1)
+        return matrix if self.bias is None else torch.cat([matrix, pieces[self.bias].reshape(-1, 1)], dim=1)
+
+    def split(self, matrix: Tensor) -> Iterator[tuple[int, Tensor]]:
+        if self.bias is not None:
+            yield self.bias, matrix[:, -1]
+            matrix = matrix[:, :-1]
+        yield self.index, matrix.T if self.flipped else matrix
+
+
+@dataclass(frozen=True, eq=False)
+class _Use:
+    """One multiplication with a parameter, as it stands in autograd's graph."""
+
+    node: Any
+    kind: str
+    flipped: bool = False
+    bias: Tensor | None = None
+
+    def moments(
+        self, gradient: Tensor, homogeneous: bool, max_size: int
+    ) -> Iterator[tuple[Tensor, Tensor, int]]:
+        """Second moments of inputs and cotangents, summed over positions, and how many these are.
+
+        The positions are samples, places in a sequence or a picture; inputs with a bias end with a 1.
+        """
+        if self.kind == "embedding":
+            indices = self.node._saved_indices.reshape(-1)
+            size = self.node._saved_weight_sym_argsize_0
+            counts = torch.bincount(indices, minlength=size).to(gradient.dtype)
+            rows = gradient.reshape(-1, gradient.shape[-1])
+            yield counts, _second_moment(rows, max_size), len(indices)
+            return
+        for inputs, cotangents in self._rows(gradient):
+            if homogeneous:
+                inputs = torch.cat([inputs, inputs.new_ones(len(inputs), 1)], dim=1)
+            yield _second_moment(inputs, max_size), _second_moment(cotangents, max_size), len(inputs)
+
+    def _rows(self, gradient: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+        """Inputs and cotangents with one row for each position."""
+        if self.kind == "convolution":
+            yield from self._patches(gradient)
+        else:
+            inputs = getattr(self.node, _SAVED[self.node.name(), self.kind])
+            yield (inputs.T, gradient.T) if self.kind == "left" else (inputs, gradient)
+
+    def _patches(self, gradient: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+        node, weight = self.node, self.node._saved_weight
+        inputs, options = node._saved_input, [node._saved_dilation, node._saved_padding, node._saved_stride]
+        kernel = list(weight.shape[2:])
+        if len(kernel) == 1:  # as a picture of one line
+            inputs, kernel, gradient = inputs.unsqueeze(2), [1, *kernel], gradient.unsqueeze(2)
+            options = [(1, *options[0]), (0, *options[1]), (1, *options[2])]
+        size = weight[0].numel() * gradient[0, 0].numel()
+        step = max(1, _CHUNK // size)
+        for chunk, own in zip(inputs.split(step), gradient.split(step), strict=True):
+            patches = F.unfold(chunk, kernel, *options).transpose(1, 2).flatten(0, 1)
+            yield patches, own.flatten(2).transpose(1, 2).flatten(0, 1)
+
+
+_SAVED = {
+    ("AddmmBackward0", "right"): "_saved_mat1",
+    ("AddmmBackward0", "left"): "_saved_mat2",
+    ("MmBackward0", "right"): "_saved_self",
+    ("MmBackward0", "left"): "_saved_mat2",
+}
+
+
+@dataclass
+class _Totals:
+    """Sums over positions, calls and parts."""
+
+    sums: dict[str, dict[str, Tensor]] = field(default_factory=dict)
+    positions: dict[str, int] = field(default_factory=dict)
+
+    def add(self, key: str, inputs: Tensor, cotangents: Tensor, positions: int) -> None:
+        own = self.sums.setdefault(key, {})
+        self._into(own, "inputs", inputs)
+        self._into(own, "cotangents", cotangents)
+        self.positions[key] = self.positions.get(key, 0) + positions
+
+    def add_diagonal(self, key: str, diagonal: Tensor) -> None:
+        self._into(self.sums.setdefault(key, {}), "diagonal", diagonal)
+
+    @staticmethod
+    def _into(own: dict[str, Tensor], name: str, tensor: Tensor) -> None:
+        own[name] = own[name].add_(tensor) if name in own else tensor
+
+    def finish(self) -> dict[str, dict[str, Tensor]]:
+        for key, number in self.positions.items():
+            self.sums[key]["inputs"] = self.sums[key]["inputs"] / number
+        return self.sums
+
+
+def _find_uses(outputs: Sequence[Tensor], blocks: Sequence[Block]) -> dict[Tensor, list[_Use]]:
+    """Where the blocks' matrices are multiplied with something, in the graph behind the outputs."""
+    params = {param for block in blocks for param in block.params}
+    uses: dict[Tensor, list[_Use]] = {}
+    seen: set[Any] = set()
+    todo = [get_gradient_edge(output).node for output in outputs]
+    while todo:
+        node = todo.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        todo += [following for following, _ in node.next_functions]
+        if (found := _use(node)) is not None and found[0] in params:
+            uses.setdefault(found[0], []).append(found[1])
+    return uses
+
+
+def _use(node: Any) -> tuple[Tensor, _Use] | None:
+    name, sources = node.name(), [source for source, _ in node.next_functions]
+    if name == "EmbeddingBackward0" and (leaf := _leaf(sources[0])) and not leaf[1]:
+        return leaf[0], _Use(node, "embedding", flipped=True)
+    if name == "ConvolutionBackward0" and (leaf := _leaf(sources[1])) and not leaf[1]:
+        plain = node._saved_groups == 1 and not node._saved_transposed and leaf[0].dim() in (3, 4)
+        return (leaf[0], _Use(node, "convolution", bias=_bias(sources[2]))) if plain else None
+    if name in ("AddmmBackward0", "MmBackward0"):
+        bias = None
+        if name == "AddmmBackward0":
+            if node._saved_alpha != 1 or node._saved_beta != 1:
+                return None
+            bias = _bias(sources.pop(0))
+        left, right = map(_leaf, sources)
+        if (left is None) == (right is None):
+            return None
+        if right is not None:  # a Wᵀ, or a W with the inputs along its rows
+            return right[0], _Use(node, "right", flipped=not right[1], bias=bias)
+        assert left is not None
+        return left[0], _Use(node, "left", flipped=left[1], bias=bias)
+    return None
+
+
+def _leaf(node: Any) -> tuple[Tensor, bool] | None:
+    """The parameter that a node of the graph stands for, and whether it is transposed there."""
+    transposed = False
+    while node is not None:
+        name = node.name()
+        if name == "torch::autograd::AccumulateGrad":
+            return node.variable, transposed
+        if name not in ("TBackward0", "TransposeBackward0"):
+            return None
+        transposed = not transposed
+        node = node.next_functions[0][0]
+    return None
+
+
+def _bias(node: Any) -> Tensor | None:
+    while node is not None and node.name() in ("UnsqueezeBackward0", "ExpandBackward0", "ViewBackward0"):
+        node = node.next_functions[0][0]
+    if node is None or node.name() != "torch::autograd::AccumulateGrad":
+        return None
+    variable: Tensor = node.variable
+    return variable
+
+
+def _grouped(uses: Mapping[Tensor, Sequence[_Use]], blocks: Sequence[Block]) -> dict[str, list[_Group]]:
+    """Which parameters of each block belong together, and which of them have factors."""
+    added: dict[Tensor, set[Tensor]] = {}  # to which matrices' products a bias is added
+    for weight, own in uses.items():
+        for use in own:
+            if use.bias is not None:
+                added.setdefault(use.bias, set()).add(weight)
+    groups: dict[str, list[_Group]] = {}
+    for block in blocks:
+        position = {param: index for index, param in enumerate(block.params)}
+        groups[block.name] = own_groups = []
+        taken: set[int] = set()
+        for index, param in enumerate(block.params):
+            own = uses.get(param, ())
+            if not own or param.dim() < 2 or len({(use.flipped, use.kind == "embedding") for use in own}) > 1:
+                continue  # used in ways that have no common factors
+            bias = own[0].bias
+            rows = param.shape[1] if own[0].flipped else param.shape[0]
+            joined = (
+                bias is not None
+                and all(use.bias is bias for use in own)
+                and added[bias] == {param}
+                and bias in position
+                and bias.numel() == rows
+            )
+            place = position[bias] if joined and bias is not None else None
+            own_groups.append(_Group(f"{block.name}/{index}", index, param, True, own[0].flipped, place))
+            taken.update({index} if place is None else {index, place})
+        own_groups += [
+            _Group(f"{block.name}/{index}", index, param)
+            for index, param in enumerate(block.params)
+            if index not in taken
+        ]
+    return groups
+
+
+def _second_moment(rows: Tensor, max_size: int) -> Tensor:
+    return rows.T @ rows if rows.shape[1] <= max_size else rows.square().sum(0)
+
+
+def _mean_eigenvalue(factor: Tensor) -> Tensor:
+    return factor.mean() if factor.dim() == 1 else factor.diagonal().mean()
+
+
+def _inverse(factor: Tensor, shift: Tensor) -> Tensor:
+    """Of the factor with ``shift`` added to its diagonal; of a diagonal, a diagonal."""
+    if factor.dim() == 1:
+        return 1 / (factor + shift)
+    shifted = factor + shift * torch.eye(len(factor), dtype=factor.dtype, device=factor.device)
+    triangle, failed = torch.linalg.cholesky_ex(shifted)
+    inverse = torch.cholesky_inverse(triangle)
+    # Where rounding made it indefinite, its diagonal alone.
+    fine = (failed == 0) & inverse.isfinite().all()
+    return torch.where(fine, inverse, torch.diag(1 / shifted.diagonal()))
+
+
+def _times(factor: Tensor, matrix: Tensor) -> Tensor:
+    return factor[:, None] * matrix if factor.dim() == 1 else factor @ matrix
