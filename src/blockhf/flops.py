@@ -86,13 +86,21 @@ class Meter:
     """
 
     def __init__(self) -> None:
-        self.total = 0
+        self.totals: dict[str, int] = {}
         self._known: dict[Hashable, int] = {}
         self._inside = False
 
+    @property
+    def total(self) -> int:
+        """Of all kinds of work."""
+        return sum(self.totals.values())
+
+    def add(self, kind: str, flops: int) -> None:
+        self.totals[kind] = self.totals.get(kind, 0) + flops
+
     @contextlib.contextmanager
-    def counting(self, *key: Hashable) -> Iterator[None]:
-        """Count what happens inside, which must be the same amount of work for the same key.
+    def counting(self, kind: str, *key: Hashable) -> Iterator[None]:
+        """Count what happens inside, which must be the same amount of work for the same kind and key.
 
         Inside of another count it does nothing: the work is a part of the other's.
         """
@@ -101,12 +109,12 @@ class Meter:
             return
         self._inside = True
         try:
-            if key in self._known:
+            if (kind, key) in self._known:
                 yield
             else:
                 with _Counter() as counter:
                     yield
-                self._known[key] = counter.flops
+                self._known[kind, key] = counter.flops
         finally:
             self._inside = False
-        self.total += self._known[key]
+        self.add(kind, self._known[kind, key])

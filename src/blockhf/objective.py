@@ -284,7 +284,7 @@ class Problem:
             batch, or a batch of its own, or ``None`` for the whole batch.
         micro_batch_size: How many samples are in memory at a time.
         reduction: How the objective's loss sums up its samples.
-        num_held_out: How many samples, from the end of the batch, neither gradient nor curvature may see.
+        held_out_batch: Samples that neither gradient nor curvature may see.
         sum_over: To how many samples a sum is scaled; zero stands for those of the gradient.
         linearize: From a problem, and about how many products are wanted with each block, to the matrix.
         work: What has been asked of the objective.
@@ -297,7 +297,7 @@ class Problem:
     curvature_batch: Any = None
     micro_batch_size: int | None = None
     reduction: Reduction = "mean"
-    num_held_out: int = 0
+    held_out_batch: Any = None
     sum_over: int = 0
     linearize: Callable[[Problem, Sequence[int]], BlockMatrix] | None = None
     work: Work = field(default_factory=Work)
@@ -312,11 +312,6 @@ class Problem:
             self.parts = [Part(self.objective, None, 1.0, self.devices)]
             self._whole = True
         else:
-            self.held_out_batch = None
-            if self.num_held_out:
-                stop, total = batch_size(self.batch) - self.num_held_out, batch_size(self.batch)
-                self.held_out_batch = take(self.batch, stop, total)
-                self.batch = take(self.batch, 0, stop)
             self.num_samples = batch_size(self.batch)
             self.sum_over = self.sum_over or self.num_samples
             self.parts = self.split(self.batch)
@@ -409,14 +404,24 @@ class Problem:
             self._matrix = self.linearize(self, num_products or [0] * len(self.blocks))
         return self._matrix
 
+    def release(self) -> None:
+        """Let go of what may hold graphs and residuals."""
+        self._matrix = self._evaluation = None
+
+    def __enter__(self) -> Problem:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.release()
+
     def held_out(self) -> Problem | None:
         """The same problem on the samples that neither gradient nor curvature has seen, if there are any.
 
         Its own gradient and curvature are taken from all of them.
         """
-        if self.batch is None or self.held_out_batch is None:
+        if self.held_out_batch is None:
             return None
-        return replace(self, batch=self.held_out_batch, curvature_batch=None, num_held_out=0)
+        return replace(self, batch=self.held_out_batch, curvature_batch=None, held_out_batch=None)
 
     def linearizable(self, part: Part, *, fresh: bool = False) -> Evaluation:
         """An evaluation of ``part`` that can be differentiated twice and leaves no trace elsewhere.

@@ -15,10 +15,11 @@ from blockhf.blocks import Block, check_block
 from blockhf.curvature import Auto, Curvature, GaussNewton, Products
 from blockhf.damping import ByCoefficient, Constant, DampingRule, Outcome
 from blockhf.flops import Meter
-from blockhf.objective import Objective, Problem, Reduction, batch_size
+from blockhf.objective import Objective, Problem, Reduction, batch_size, take
 from blockhf.operators import BlockMatrix, Counted, Damped, DiagonalBlock
 from blockhf.preconditioners import Identity, Kronecker, Preconditioner
 from blockhf.report import BlockReport, StepReport, Stopwatch
+from blockhf.sampling import AllSamples, NoiseScale, Sampling, Spent
 from blockhf.search import Choice, FixedStep, Proposal, Search, Subspace
 from blockhf.solvers import BlockSolver, Cholesky, ConjugateGradient, Solution, Status, System
 
@@ -30,8 +31,9 @@ _POLICIES = {
     "search": "choose",
     "solver": "solve",
     "preconditioner": "prepare",
+    "sampling": "size",
 }
-_FEWEST_SAMPLES = 256
+_FEWEST_SAMPLES = 600
 """Curvature is taken from at least so many samples, if there are as many, where a share is asked for."""
 
 _SETTINGS = ("curvature_batch_size", "micro_batch_size", "reduction", "measure_memory")
@@ -98,7 +100,7 @@ class BlockHF(Optimizer):
         cg_progress: float = 0.0,
         warm_start: float = 0.0,
         slow_start: tuple[int, int] | None = None,
-        curvature_batch_size: int | float | None = 0.2,
+        curvature_batch_size: int | float | None = 0.1,
         micro_batch_size: int | None = None,
         reduction: Reduction = "mean",
         curvature: Curvature | None = None,
@@ -106,6 +108,7 @@ class BlockHF(Optimizer):
         search: Search | None = None,
         solver: BlockSolver | None = None,
         preconditioner: Preconditioner | None = None,
+        sampling: Sampling | None = None,
         measure_memory: bool = True,
     ) -> None:
         self.curvature: Curvature = curvature or GaussNewton()
@@ -120,6 +123,7 @@ class BlockHF(Optimizer):
         self.search: Search = search or Subspace()
         self.solver: BlockSolver = solver or Cholesky()
         self.preconditioner: Preconditioner = preconditioner or Kronecker()
+        self.sampling: Sampling = sampling or NoiseScale()
         self.curvature_batch_size = curvature_batch_size
         self.micro_batch_size = micro_batch_size
         self.reduction: Reduction = reduction
@@ -176,6 +180,7 @@ class BlockHF(Optimizer):
                 "search": FixedStep(),
                 "solver": ConjugateGradient(),
                 "preconditioner": Identity(),
+                "sampling": AllSamples(),
                 **options,
             },
         )
@@ -192,18 +197,18 @@ class BlockHF(Optimizer):
         Returns:
             The loss at the starting point.
         """
-        problem = self._problem(objective, batch, curvature)
-        watch = Stopwatch(problem.devices[0], memory=self.measure_memory)
-        found = self._directions(problem, watch)
-        if found.reason is not None:
-            return self._reject(found, found.reason)
+        with self._problem(objective, batch, curvature) as problem:
+            watch = Stopwatch(problem.devices[0], memory=self.measure_memory)
+            found = self._directions(problem, watch)
+            if found.reason is not None:
+                return self._reject(found, Choice(None, found.reason))
 
-        with watch.phase("search"):
-            choice = self.search.choose(problem, float(found.loss), found.proposals)
-            if choice.update is None:
-                return self._reject(found, choice.reason)
-            problem.commit(choice.update)
-        return self._accept(found, choice)
+            with watch.phase("search"):
+                choice = self.search.choose(problem, float(found.loss), found.proposals)
+                if choice.update is None:
+                    return self._reject(found, choice)
+                problem.commit(choice.update)
+            return self._accept(found, choice)
 
     @torch.enable_grad()
     def direction(self, objective: Objective, batch: Any = None, curvature: Any = None) -> Tensor:
@@ -212,17 +217,17 @@ class BlockHF(Optimizer):
         Arguments and result are those of ``step``. Where the directions cannot be had, because something
         is not finite, ``.grad`` becomes ``None``, and other optimizers skip the parameter.
         """
-        problem = self._problem(objective, batch, curvature)
-        watch = Stopwatch(problem.devices[0], memory=self.measure_memory)
-        found = self._directions(problem, watch)
-        if found.reason is not None:
-            self.zero_grad(set_to_none=True)
-            return self._reject(found, found.reason)
-        for block, proposal in zip(problem.blocks, found.proposals, strict=True):
-            for param, change in zip(block.params, block.unflatten(proposal.direction), strict=True):
-                param.grad = change.neg()
-        problem.commit(None)
-        return self._accept(found, Choice(None, "directions written to .grad"))
+        with self._problem(objective, batch, curvature) as problem:
+            watch = Stopwatch(problem.devices[0], memory=self.measure_memory)
+            found = self._directions(problem, watch)
+            if found.reason is not None:
+                self.zero_grad(set_to_none=True)
+                return self._reject(found, Choice(None, found.reason))
+            for block, proposal in zip(problem.blocks, found.proposals, strict=True):
+                for param, change in zip(block.params, block.unflatten(proposal.direction), strict=True):
+                    param.grad = change.neg()
+            problem.commit(None)
+            return self._accept(found, Choice(None, "directions written to .grad"))
 
     def _directions(self, problem: Problem, watch: Stopwatch) -> _Found:
         """Steps 1 to 3 of the paper's Algorithm 1."""
@@ -273,6 +278,10 @@ class BlockHF(Optimizer):
             found.solutions = self.solver.solve(systems, matrix)
             found.notes = list(getattr(matrix, "notes", [type(self.products).__name__] * len(gradient)))
             found.num_products = [counter.num_products for counter in counters]
+            for index, formed in getattr(matrix, "dense", {}).items():
+                # A product each, or else a factorization.
+                flops = 2 * found.num_products[index] * formed.numel() or len(formed) ** 3 // 3
+                problem.meter.add("formed", flops)
             found.proposals = [
                 Proposal(slope, solution.x, solution.model, damping, float(group["lr"]), solution.iterates)
                 for slope, solution, damping, group in zip(
@@ -285,6 +294,8 @@ class BlockHF(Optimizer):
                 solution.status is Status.NONPOSITIVE_CURVATURE for solution in found.solutions
             ):
                 return found.failed("no block has a direction of positive curvature")
+            if not self.search.uses_curvature or problem.held_out_batch is not None:
+                problem.release()
         return found
 
     def _accept(self, found: _Found, choice: Choice) -> Tensor:
@@ -301,17 +312,18 @@ class BlockHF(Optimizer):
             before = float(found.loss) if choice.before is None else choice.before
             ratio = (choice.loss - before) / choice.change
         self.report = self._report(found, choice, accepted=True, ratio=ratio)
-        self._adapt(found, [Outcome(True, ratio, share) for share in found.shares(choice)])
+        self._adapt(found, choice, [Outcome(True, ratio, share) for share in found.shares(choice)])
         return found.loss
 
-    def _reject(self, found: _Found, reason: str) -> Tensor:
+    def _reject(self, found: _Found, choice: Choice) -> Tensor:
         """Leave parameters, buffers and state alone; more damping where damping can be to blame."""
-        self.report = self._report(found, Choice(None, reason), accepted=False)
+        self.report = self._report(found, choice, accepted=False)
         if found.sound:
-            self._adapt(found, [Outcome(False) for _ in found.groups])
+            self._adapt(found, choice, [Outcome(False) for _ in found.groups])
         return found.loss
 
-    def _adapt(self, found: _Found, outcomes: Sequence[Outcome]) -> None:
+    def _adapt(self, found: _Found, choice: Choice, outcomes: Sequence[Outcome]) -> None:
+        self.sampling.update(found.spent(choice))
         for group, outcome in zip(found.groups, outcomes, strict=True):
             group["damping"] = self.damping.update(float(group["damping"]), outcome)
 
@@ -324,10 +336,18 @@ class BlockHF(Optimizer):
                 blocks.append(Block(group["name"], trainable))
         if not blocks:
             raise ValueError("Every parameter is frozen. Thaw some with requires_grad_(True).")
-        num_held_out = 0 if batch is None else int(self.search.held_out * batch_size(batch))
-        if curvature is None and batch is not None:
-            curvature = self._num_curvature_samples(batch_size(batch) - num_held_out)
-        self._meter.total = 0
+        self._meter.totals.clear()
+        held_out = None
+        if batch is not None:
+            num_available = batch_size(batch)
+            num_held_out = self.search.num_held_out(num_available)
+            if num_held_out > 0:
+                held_out = take(batch, num_available - num_held_out, num_available)
+            num_samples = self.sampling.size(num_available - num_held_out)
+            if num_samples < num_available:
+                batch = take(batch, 0, num_samples)
+            if curvature is None:
+                curvature = self._num_curvature_samples(num_samples)
         return Problem(
             objective,
             batch,
@@ -335,7 +355,7 @@ class BlockHF(Optimizer):
             curvature,
             self.micro_batch_size,
             self.reduction,
-            num_held_out=num_held_out,
+            held_out,
             linearize=self._linearize,
             meter=self._meter,
         )
@@ -376,12 +396,15 @@ class BlockHF(Optimizer):
             reason=choice.reason,
             loss=float(found.loss),
             loss_after=choice.loss,
+            loss_before=choice.before,
+            signal=choice.signal,
             predicted=choice.change if accepted else None,
             ratio=ratio,
             blocks=self._block_reports(found, choice) if found.solutions else (),
             work={
                 **dataclasses.asdict(found.problem.work),
                 "flops": found.problem.meter.total,
+                **{f"{kind}_flops": flops for kind, flops in found.problem.meter.totals.items()},
                 "gradient_batch": found.problem.num_samples,
                 "curvature_batch": found.problem.num_curvature_samples,
             },
@@ -507,6 +530,13 @@ class _Found:
         """No directions; ``sound`` says whether at least loss and gradient were finite."""
         self.reason, self.sound = reason, sound
         return self
+
+    def spent(self, choice: Choice) -> Spent:
+        problem = self.problem
+        gradient = problem.meter.totals.get("gradient", 0)
+        per_sample = gradient / max(problem.work.gradient_samples, 1)
+        rest = (problem.meter.total - problem.num_samples * per_sample) / per_sample if per_sample else 0.0
+        return Spent(problem.num_samples, choice.signal, rest)
 
     def shares(self, choice: Choice) -> Sequence[float]:
         return choice.coefficients or [0.0] * len(self.groups)

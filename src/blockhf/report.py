@@ -64,8 +64,11 @@ class StepReport:
         reason: Why, or why not.
         loss: The loss before the step, on the gradient batch.
         loss_after: The loss after it, where it is known.
+        loss_before: The loss before it, where ``loss_after`` is on other samples than ``loss``.
         predicted: The change of the loss that the quadratic models foretold.
         ratio: Actual over predicted change; near 1 the models are good.
+        signal: The slope along the directions on samples that the gradient has not seen, over that on its
+            own: 1 without noise.
         blocks: One record per block.
         work: Passes and samples that the step asked of the objective.
         phases: Time and peak memory of each phase.
@@ -76,8 +79,10 @@ class StepReport:
     reason: str
     loss: float
     loss_after: float | None = None
+    loss_before: float | None = None
     predicted: float | None = None
     ratio: float | None = None
+    signal: float | None = None
     blocks: Sequence[BlockReport] = ()
     work: dict[str, int] = field(default_factory=dict)
     phases: dict[str, Phase] = field(default_factory=dict)
@@ -98,6 +103,8 @@ class StepReport:
 
     def __str__(self) -> str:
         after = "" if self.loss_after is None else f" -> {self.loss_after:.6g}"
+        if self.loss_before is not None:
+            after = f", held out {self.loss_before:.6g}{after}"
         ratio = "" if self.ratio is None else f", ratio {self.ratio:.2f}"
         verdict = "accepted" if self.accepted else "rejected"
         lines = [

@@ -71,6 +71,7 @@ class Choice:
         change: The change of the loss that the blocks' models foretell for the update.
         loss: The loss after the update, where the search knows it.
         before: The loss before it, where that is on other samples than the gradient's.
+        signal: The slope along the directions on samples that the gradient has not seen, over that on its own.
         coefficients: For each block the share of its direction in the update.
     """
 
@@ -79,7 +80,17 @@ class Choice:
     change: float = 0.0
     loss: float | None = None
     before: float | None = None
+    signal: float | None = None
     coefficients: Sequence[float] = ()
+
+
+class _InSample:
+    """What the searches have in common that look at the gradient's own samples."""
+
+    uses_curvature = False
+
+    def num_held_out(self, num_samples: int) -> int:
+        return 0
 
 
 class Search(Protocol):
@@ -96,15 +107,19 @@ class Search(Protocol):
         ...
 
     @property
-    def held_out(self) -> float:
-        """The share of the batch that gradient and curvature shall leave to the search."""
+    def uses_curvature(self) -> bool:
+        """Whether the search multiplies with the matrix, which is otherwise let go of before."""
+        ...
+
+    def num_held_out(self, num_samples: int) -> int:
+        """How many samples of the batch gradient and curvature shall leave to the search."""
         ...
 
     def choose(self, problem: Problem, loss: float, proposals: Sequence[Proposal]) -> Choice: ...
 
 
 @dataclass(frozen=True)
-class FixedStep:
+class FixedStep(_InSample):
     """``lr`` times the direction, whatever comes; the paper's choice.
 
     Args:
@@ -114,7 +129,6 @@ class FixedStep:
 
     evaluates: bool = False
     record: None = None
-    held_out: float = 0.0
 
     def choose(self, problem: Problem, loss: float, proposals: Sequence[Proposal]) -> Choice:
         choice = _scaled(proposals, 1.0, "fixed step")
@@ -128,7 +142,7 @@ class FixedStep:
 
 
 @dataclass(frozen=True)
-class Backtracking:
+class Backtracking(_InSample):
     r"""Shrink the step until the loss on the gradient batch falls by enough (Armijo, 1966).
 
     Takes the first :math:`\alpha = 1, s, s^2, \ldots` with
@@ -145,7 +159,6 @@ class Backtracking:
     max_tries: int = 8
     evaluates: bool = True
     record: None = None
-    held_out: float = 0.0
 
     def __post_init__(self) -> None:
         if not 0 < self.shrink < 1:
@@ -171,7 +184,7 @@ class Backtracking:
 
 
 @dataclass(frozen=True)
-class BestIterate:
+class BestIterate(_InSample):
     """The best of the iterates that conjugate gradients passed (Martens, 2010, section 4.6).
 
     Goes back from the last iterate for as long as the loss on the gradient batch falls. Late iterates
@@ -183,7 +196,6 @@ class BestIterate:
 
     record: float = 1.3
     evaluates: bool = True
-    held_out: float = 0.0
 
     def __post_init__(self) -> None:
         if self.record <= 1:
@@ -208,11 +220,17 @@ class BestIterate:
         return best
 
 
+_FEWEST_HELD_OUT = 32
+
+
 class Subspace:
     r"""The best combination of the blocks' directions and their last updates, on samples not seen before.
 
-    With ``D`` the directions :math:`d_b` and the last update of each block, and with gradient ``g`` and matrix
-    ``G`` of *held-out* samples, the coefficients solve :math:`(D^\top G D + \lambda D^\top D)\, c = -D^\top g`.
+    With ``D`` the directions :math:`d_b` and the last update of each block, and with gradient ``g`` and
+    matrix ``G`` of *held-out* samples, the coefficients solve
+
+    .. math:: (D^\top G D + \lambda D^\top D)\, c = -D^\top g.
+
     That takes the place of a learning rate, mends what the blocks do not know of each other, and is momentum
     where momentum helps. Directions fit the samples they come from, so on those samples any step looks good;
     on others the coefficients are honest. A block's ``lr`` multiplies the result.
@@ -221,8 +239,9 @@ class Subspace:
     like that of ``LevenbergMarquardt``.
 
     Args:
-        held_out: The share of the batch that is held out. With none, or without a batch, the samples of
+        held_out: The share of the batch that is held out. Where that makes fewer than 32 samples, those of
             gradient and curvature have to do.
+        max_held_out: The most samples to hold out.
         momentum: Whether the last update is among the directions.
         damping: Where :math:`\lambda` starts.
         floor: The least :math:`\lambda`.
@@ -231,11 +250,13 @@ class Subspace:
 
     evaluates = True
     record = None
+    uses_curvature = True
 
     def __init__(
         self,
         *,
         held_out: float = 0.25,
+        max_held_out: int = 1024,
         momentum: bool = True,
         damping: float = 1e-3,
         floor: float = 1e-5,
@@ -249,17 +270,28 @@ class Subspace:
             )
         if max_tries < 1:
             raise ValueError(f"max_tries is {max_tries}, but must be at least 1.")
-        self.held_out, self.momentum = held_out, momentum
+        self.held_out, self.max_held_out, self.momentum = held_out, max_held_out, momentum
         self.damping, self.floor, self.max_tries = damping, floor, max_tries
         self._last: dict[str, Tensor] = {}
 
+    def num_held_out(self, num_samples: int) -> int:
+        number = min(int(self.held_out * num_samples), self.max_held_out)
+        return number if number >= _FEWEST_HELD_OUT else 0
+
     def choose(self, problem: Problem, loss: float, proposals: Sequence[Proposal]) -> Choice:
-        seen, problem = problem, problem.held_out() or problem
-        if problem is seen:
-            before, gradient = loss, [proposal.gradient for proposal in proposals]
-        else:
-            loss_before, gradient = problem.differentiate()
-            before = float(loss_before)
+        unseen = problem.held_out()
+        if unseen is None:
+            return self._choose(problem, loss, [proposal.gradient for proposal in proposals], proposals)
+        with unseen:
+            before, gradient = unseen.differentiate()
+            choice = self._choose(unseen, float(before), gradient, proposals)
+        slope = sum(proposal.slope for proposal in proposals)
+        found = sum(float(own @ each.direction) for own, each in zip(gradient, proposals, strict=True))
+        return replace(choice, before=float(before), signal=found / slope if slope < 0 else None)
+
+    def _choose(
+        self, problem: Problem, before: float, gradient: Sequence[Tensor], proposals: Sequence[Proposal]
+    ) -> Choice:
         columns, vectors = self._directions(problem, proposals)
         if not vectors:
             return Choice(None, "no block has a direction")
@@ -291,7 +323,6 @@ class Subspace:
                     "best combination" if trial == 0 else f"best combination, shrunk to {scale:.3g}",
                     change=change,
                     loss=after,
-                    before=None if problem is seen else before,
                     coefficients=self._shares(len(proposals), columns, taken.tolist()),
                 )
             scale *= 0.5

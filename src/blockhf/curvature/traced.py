@@ -208,7 +208,7 @@ class Trace:
             residuals, loss = self.residuals(params, part.batch)
         problem.work.num_linearizations += 1
         problem.work.linearized_samples += batch_size(part.batch)
-        problem.meter.total += self._fixed_flops
+        problem.meter.add("linearization", self._fixed_flops)
         return _TracedPart(self, problem.blocks, residuals, problem.meter), loss
 
     def _split(self, recorded: fx.GraphModule, num_fixed: int) -> None:
@@ -359,7 +359,7 @@ class _TracedPart:
 
     def product(self, row: int, column: int, vector: Tensor) -> Tensor:
         function = self.trace.product(row, column)
-        self.meter.total += function.flops
+        self.meter.add("product", function.flops)
         with torch.no_grad():
             return function(self.residuals, self.blocks[row], self.blocks[column], vector)
 
@@ -368,7 +368,7 @@ class _TracedPart:
 
     def _halves(self, column: int, vector: Tensor) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
         function = self.trace.halves(column)
-        self.meter.total += function.flops
+        self.meter.add("gram", function.flops)
         with torch.no_grad():
             results = function.results(self.residuals, self.blocks[column], vector)
         return results[: len(results) // 2], results[len(results) // 2 :]

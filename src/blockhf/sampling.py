@@ -1,0 +1,104 @@
+"""How many samples of a batch the gradient is taken from: arithmetic on numbers.
+
+A sampling has a number in each step and is told afterwards what came of it. ``AllSamples`` takes what there
+is. ``NoiseScale`` starts with a part and takes more as the gradient drowns in noise.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+
+@dataclass(frozen=True)
+class Spent:
+    """What a step used and what it saw of the noise.
+
+    Attributes:
+        num_samples: Samples of the gradient.
+        signal: The slope along the directions on samples that the gradient has not seen, over that on its
+            own: 1 without noise, 1/2 where there is as much noise as signal. ``None`` where it is unknown.
+        rest: The cost of all else in the step, in gradients of one sample.
+    """
+
+    num_samples: int
+    signal: float | None
+    rest: float
+
+
+class Sampling(Protocol):
+    """Chooses the size of the gradient's sample."""
+
+    def size(self, num_available: int) -> int: ...
+
+    def update(self, spent: Spent) -> None: ...
+
+
+@dataclass(frozen=True)
+class AllSamples:
+    """The whole batch; the paper's choice."""
+
+    def size(self, num_available: int) -> int:
+        return num_available
+
+    def update(self, spent: Spent) -> None:
+        pass
+
+
+class NoiseScale:
+    r"""As many samples as buy the most progress for their price.
+
+    With ``n`` samples the share :math:`n / (n + n_0)` of a step is signal, where :math:`n_0` is the noise
+    scale: with so many samples there is as much noise as signal. If all else in a step costs as much as the
+    gradients of ``m`` samples, then progress over price, :math:`n / ((n + n_0)(n + m))`, is largest at
+    :math:`n = \sqrt{n_0 m}`. The noise scale is small at first and grows as the loss nears its minimum.
+
+    Args:
+        start: The share of the batch in the first step.
+        least: The least share.
+        change: The size changes at most by this factor from step to step.
+        memory: The weight of the past in the average of :math:`\log n_0`.
+
+    >>> sampling = NoiseScale(start=0.25)
+    >>> sampling.size(4000)
+    1000
+    >>> sampling.update(Spent(num_samples=1000, signal=0.5, rest=4000))
+    >>> sampling.size(4000)  # the square root of 1000 times 4000 is 2000, but not all at once
+    1300
+    """
+
+    def __init__(
+        self, *, start: float = 0.25, least: float = 0.1, change: float = 1.3, memory: float = 0.8
+    ) -> None:
+        if not 0 < least <= start <= 1:
+            raise ValueError(f"start is {start}, but must be at least {least}, the least, and at most 1.")
+        if change <= 1:
+            raise ValueError(f"change is {change}, but must be above 1.")
+        if not 0 <= memory < 1:
+            raise ValueError(f"memory is {memory}, but must be at least 0 and below 1.")
+        self.start, self.least, self.change, self.memory = start, least, change, memory
+        self._size: float | None = None
+        self._log_scale: float | None = None
+
+    def size(self, num_available: int) -> int:
+        wanted = self.start * num_available if self._size is None else self._size
+        return min(max(round(wanted), math.ceil(self.least * num_available), 1), num_available)
+
+    def update(self, spent: Spent) -> None:
+        if spent.signal is None or not math.isfinite(spent.signal):
+            return
+        signal = min(max(spent.signal, 0.02), 0.98)
+        scale = math.log(spent.num_samples * (1 - signal) / signal)
+        known = self._log_scale
+        self._log_scale = scale if known is None else self.memory * known + (1 - self.memory) * scale
+        wanted = math.sqrt(math.exp(self._log_scale) * max(spent.rest, 1.0))
+        slowest, fastest = spent.num_samples / self.change, spent.num_samples * self.change
+        self._size = min(max(wanted, slowest), fastest)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"size": self._size, "log_scale": self._log_scale}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._size, self._log_scale = state["size"], state["log_scale"]
