@@ -361,9 +361,9 @@ class Problem:
                     with self._kernels():
                         evaluation = part.evaluate()
                     self._check_gradient(evaluation)
+                    if part is self.parts[0]:
+                        self._measure(evaluation)
                     flat = self._flat_gradient(evaluation.loss, part.weight)
-                if part is self.parts[0]:
-                    self._measure(evaluation)
                 loss = loss + _scaled(evaluation.loss.detach(), part.weight)
                 gradient = [a.add_(b) for a, b in zip(gradient, flat, strict=True)] if gradient else flat
                 if self._whole:

@@ -243,7 +243,8 @@ class BlockHF(Optimizer):
         # 2. The curvature on a part of it, ready for products.
         with watch.phase("curvature"):
             max_steps = [self._max_steps(*pair) for pair in zip(found.groups, problem.blocks, strict=True)]
-            matrix = problem.matrix(max_steps)
+            worth = int(getattr(self.solver, "worth", 0))
+            matrix = problem.matrix([max(limit, worth) for limit in max_steps])
             dampings = [float(group["damping"]) for group in found.groups]
             inverses = self.preconditioner.prepare(problem, matrix, dampings)
 
@@ -312,7 +313,9 @@ class BlockHF(Optimizer):
             before = float(found.loss) if choice.before is None else choice.before
             ratio = (choice.loss - before) / choice.change
         self.report = self._report(found, choice, accepted=True, ratio=ratio)
-        self._adapt(found, choice, [Outcome(True, ratio, share) for share in found.shares(choice)])
+        self._adapt(
+            found, choice, [Outcome(True, ratio, share) for share in choice.lengths or found.shares(choice)]
+        )
         return found.loss
 
     def _reject(self, found: _Found, choice: Choice) -> Tensor:

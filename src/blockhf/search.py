@@ -73,6 +73,8 @@ class Choice:
         before: The loss before it, where that is on other samples than the gradient's.
         signal: The slope along the directions on samples that the gradient has not seen, over that on its own.
         coefficients: For each block the share of its direction in the update.
+        lengths: For each block the share of its direction that would be best if the others stood still,
+            shortened as the update was; where it is not known, the coefficients.
     """
 
     update: Sequence[Tensor] | None
@@ -82,6 +84,7 @@ class Choice:
     before: float | None = None
     signal: float | None = None
     coefficients: Sequence[float] = ()
+    lengths: Sequence[float] = ()
 
 
 class _InSample:
@@ -299,7 +302,8 @@ class Subspace:
         curved = gram(problem.matrix(), columns, vectors)
         lengths = self._lengths(columns, vectors)
         slopes, curved, lengths = (tensor.double().cpu() for tensor in (slopes, curved, lengths))
-        coefficients = self._solve(slopes, curved, lengths)
+        damped = curved + self.damping * lengths
+        coefficients = self._solve(slopes, damped)
         if coefficients is None:
             return self._rejected("the model along the directions is not finite")
 
@@ -314,7 +318,7 @@ class Subspace:
             change = float(slopes @ taken + 0.5 * taken @ curved @ taken)
             if math.isfinite(after) and after < before:
                 ratio = (after - before) / change if change < 0 else 0.0
-                self._adapt(ratio)
+                self._adapt(ratio if trial == 0 else 0.0)
                 self._last = {
                     block.name: own.clone() for block, own in zip(problem.blocks, update, strict=True)
                 }
@@ -323,7 +327,8 @@ class Subspace:
                     "best combination" if trial == 0 else f"best combination, shrunk to {scale:.3g}",
                     change=change,
                     loss=after,
-                    coefficients=self._shares(len(proposals), columns, taken.tolist()),
+                    coefficients=_firsts(len(proposals), columns, taken),
+                    lengths=_firsts(len(proposals), columns, -scale * slopes / damped.diagonal()),
                 )
             scale *= 0.5
         return self._rejected(f"no step down to {2 * scale:.2g} of the best combination lowers the loss")
@@ -357,8 +362,8 @@ class Subspace:
         ]
         return torch.stack(rows)
 
-    def _solve(self, slopes: Tensor, curved: Tensor, lengths: Tensor) -> Tensor | None:
-        matrix = curved + self.damping * lengths
+    @staticmethod
+    def _solve(slopes: Tensor, matrix: Tensor) -> Tensor | None:
         scale = matrix.diagonal().clamp_min(1e-300).rsqrt()
         scaled = scale[:, None] * matrix * scale + 1e-6 * torch.eye(len(matrix), dtype=matrix.dtype)
         if not bool(scaled.isfinite().all() & slopes.isfinite().all()):
@@ -380,14 +385,6 @@ class Subspace:
             combined[column].add_(vector, alpha=factor)
         return combined
 
-    @staticmethod
-    def _shares(number: int, columns: Sequence[int], factors: Sequence[float]) -> list[float]:
-        """The factor of each block's direction, which comes before that of its last update."""
-        shares = [0.0] * number
-        for column, factor in reversed(list(zip(columns, factors, strict=True))):
-            shares[column] = factor
-        return shares
-
     def _adapt(self, ratio: float) -> None:
         if ratio > 0.75:
             self.damping = max(0.7 * self.damping, self.floor)
@@ -397,6 +394,14 @@ class Subspace:
     def _rejected(self, reason: str) -> Choice:
         self._adapt(0.0)
         return Choice(None, reason)
+
+
+def _firsts(number: int, columns: Sequence[int], values: Tensor) -> list[float]:
+    """For each block the first of its values, which is that of its direction, or zero."""
+    firsts = [0.0] * number
+    for column, value in reversed(list(zip(columns, values.tolist(), strict=True))):
+        firsts[column] = value
+    return firsts
 
 
 def _back(proposal: Proposal, back: int) -> tuple[Proposal, Iterate]:

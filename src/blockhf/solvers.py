@@ -260,6 +260,11 @@ class GaussSeidel:
 
     other: BlockSolver = field(default_factory=lambda: Cholesky())
 
+    @property
+    def worth(self) -> int:
+        """As that of ``other``."""
+        return int(getattr(self.other, "worth", 0))
+
     def solve(self, systems: Sequence[System], matrix: BlockMatrix) -> list[Solution]:
         solutions: dict[int, Solution] = {}
         for system in reversed(systems):
@@ -299,9 +304,14 @@ class Cholesky:
     """Outright where a block's matrix is there (``products=Formed()``), and otherwise as ``other`` does.
 
     A matrix that is not positive definite is left to ``other`` too.
+
+    Args:
+        other: Solves what is not there.
+        worth: How many products it is worth at most to have a block's exact solution.
     """
 
     other: BlockSolver = field(default_factory=ConjugateGradient)
+    worth: int = 100
 
     def solve(self, systems: Sequence[System], matrix: BlockMatrix) -> list[Solution]:
         dense: Mapping[int, Tensor] = getattr(matrix, "dense", {})

@@ -25,7 +25,7 @@ from blockhf.operators import BlockMatrix
 _SMALLEST = 1_000_000
 """Parameters times samples from which on it pays to look for another way than the double backward."""
 
-_LONGEST_GRAPH = 2000
+_LONGEST_GRAPH = 1000
 """Nodes of the loss's graph up to which tracing takes seconds; unrolled recurrences have more.
 
 They are traced only where ``compile=True`` says that the run is long.
