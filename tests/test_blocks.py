@@ -175,7 +175,7 @@ def test_a_partition_passes_its_own_check_and_makes_an_optimizer(
 ) -> None:
     model = make()
     groups = partition(model)
-    optimizer = BlockHF(blocks.check(model, groups))
+    optimizer = BlockHF.martens(blocks.check(model, groups))
     assert [group["name"] for group in optimizer.param_groups] == [group["name"] for group in groups]
     assert [group["param_names"] for group in optimizer.param_groups] == [
         [name for name, _ in group["params"]] for group in groups
@@ -185,7 +185,7 @@ def test_a_partition_passes_its_own_check_and_makes_an_optimizer(
 def test_check_leaves_groups_given_by_generators_usable() -> None:
     model = chain()
     groups = blocks.check(model, [{"params": model[0].parameters()}, {"params": model[2].parameters()}])
-    assert [len(group["params"]) for group in BlockHF(groups).param_groups] == [2, 2]
+    assert [len(group["params"]) for group in BlockHF.martens(groups).param_groups] == [2, 2]
 
 
 def test_check_keeps_the_other_options_of_a_group() -> None:

@@ -68,15 +68,17 @@ def written(model: nn.Module) -> list[Tensor]:
 # --- construction -------------------------------------------------------------------------------------
 
 VALID: dict[str, Callable[[nn.Module], BlockHF]] = {
-    "parameters": lambda model: BlockHF(model.parameters()),
-    "named parameters": lambda model: BlockHF(model.named_parameters()),
-    "single": lambda model: BlockHF(blocks.single(model)),
-    "by module": lambda model: BlockHF(blocks.by_module(model)),
-    "groups without names": lambda model: BlockHF(
+    "parameters": lambda model: BlockHF.martens(model.parameters()),
+    "named parameters": lambda model: BlockHF.martens(model.named_parameters()),
+    "single": lambda model: BlockHF.martens(blocks.single(model)),
+    "by module": lambda model: BlockHF.martens(blocks.by_module(model)),
+    "groups without names": lambda model: BlockHF.martens(
         [{"params": layer.parameters()} for layer in (model[0], model[2], model[4])]
     ),
-    "a tensor for a group": lambda model: BlockHF([{"params": model[0].weight}, {"params": model[2].weight}]),
-    "options at their lower bounds": lambda model: BlockHF(
+    "a tensor for a group": lambda model: BlockHF.martens(
+        [{"params": model[0].weight}, {"params": model[2].weight}]
+    ),
+    "options at their lower bounds": lambda model: BlockHF.martens(
         blocks.single(model),
         lr=0.0,
         damping=0.0,
@@ -88,12 +90,12 @@ VALID: dict[str, Callable[[nn.Module], BlockHF]] = {
         curvature_batch_size=1,
         micro_batch_size=1,
     ),
-    "options at their upper bounds": lambda model: BlockHF(
+    "options at their upper bounds": lambda model: BlockHF.martens(
         blocks.single(model), warm_start=1.0, cg_rtol=0.999
     ),
-    "a tensor for lr": lambda model: BlockHF(blocks.single(model), lr=torch.tensor(0.5)),
-    "a rule for damping": lambda model: BlockHF(blocks.single(model), damping=Constant(0.1)),
-    "adaptive damping with an evaluated fixed step": lambda model: BlockHF(
+    "a tensor for lr": lambda model: BlockHF.martens(blocks.single(model), lr=torch.tensor(0.5)),
+    "a rule for damping": lambda model: BlockHF.martens(blocks.single(model), damping=Constant(0.1)),
+    "adaptive damping with an evaluated fixed step": lambda model: BlockHF.martens(
         blocks.single(model), damping=LevenbergMarquardt(), search=FixedStep(evaluates=True)
     ),
     "paper": lambda model: BlockHF.paper(blocks.by_layer(model), slow_start=(10, 2), curvature_batch_size=4),
@@ -112,7 +114,9 @@ def test_valid_constructions_make_a_step(make: Callable[[nn.Module], BlockHF]) -
 
 def test_groups_without_names_are_numbered() -> None:
     model = mlp()
-    optimizer = BlockHF([{"params": [model[0].weight]}, {"params": [model[2].weight], "name": "middle"}])
+    optimizer = BlockHF.martens(
+        [{"params": [model[0].weight]}, {"params": [model[2].weight], "name": "middle"}]
+    )
     optimizer.add_param_group({"params": [model[4].weight]})
     assert groups_of(optimizer) == ["block0", "middle", "block2"]
 
@@ -122,89 +126,96 @@ def frozen(model: nn.Module) -> nn.Module:
 
 
 INVALID: dict[str, tuple[Callable[[Any], Any], type[Exception], str]] = {
-    "no parameters": (lambda m: BlockHF([]), ValueError, "empty parameter list"),
-    "a bare tensor": (lambda m: BlockHF(m[0].weight), TypeError, "should be an iterable"),
+    "no parameters": (lambda m: BlockHF.martens([]), ValueError, "empty parameter list"),
+    "a bare tensor": (lambda m: BlockHF.martens(m[0].weight), TypeError, "should be an iterable"),
     "an empty group": (
-        lambda m: BlockHF([{"params": [], "name": "head"}]),
+        lambda m: BlockHF.martens([{"params": [], "name": "head"}]),
         ValueError,
         "Block 'head' is empty. Give it parameters or leave it out.",
     ),
-    "a set": (lambda m: BlockHF([{"params": set(m.parameters())}]), TypeError, "Give a list."),
+    "a set": (lambda m: BlockHF.martens([{"params": set(m.parameters())}]), TypeError, "Give a list."),
     "no tensor": (
-        lambda m: BlockHF([{"params": ["weight"], "name": "head"}]),
+        lambda m: BlockHF.martens([{"params": ["weight"], "name": "head"}]),
         ValueError,
         "Block 'head' holds number 0, a str and not a tensor.",
     ),
     "whole numbers": (
-        lambda m: BlockHF([torch.zeros(3, dtype=torch.long)]),
+        lambda m: BlockHF.martens([torch.zeros(3, dtype=torch.long)]),
         ValueError,
         "is of torch.int64; only real floating-point parameters",
     ),
     "complex numbers": (
-        lambda m: BlockHF([torch.zeros(3, dtype=torch.complex64, requires_grad=True)]),
+        lambda m: BlockHF.martens([torch.zeros(3, dtype=torch.complex64, requires_grad=True)]),
         ValueError,
         "is of torch.complex64; only real",
     ),
     "mixed precision in a block": (
-        lambda m: BlockHF([m[0].weight, nn.Parameter(torch.zeros(2, dtype=torch.float16))]),
+        lambda m: BlockHF.martens([m[0].weight, nn.Parameter(torch.zeros(2, dtype=torch.float16))]),
         ValueError,
         "mixes parameters of dtype torch.float16 and torch.float32. Give each dtype a block of its own.",
     ),
-    "a result of a computation": (lambda m: BlockHF([m[0].weight * 2]), ValueError, "non-leaf"),
+    "a result of a computation": (lambda m: BlockHF.martens([m[0].weight * 2]), ValueError, "non-leaf"),
     "a frozen parameter": (
-        lambda m: BlockHF([frozen(m[0]).weight, m[2].weight]),
+        lambda m: BlockHF.martens([frozen(m[0]).weight, m[2].weight]),
         ValueError,
         "Parameter number 0 of block 'block0' has no gradient: it is frozen. Take it out of the group",
     ),
     "a frozen parameter with a name": (
-        lambda m: BlockHF([{"params": list(frozen(m[0]).named_parameters()), "name": "head"}]),
+        lambda m: BlockHF.martens([{"params": list(frozen(m[0]).named_parameters()), "name": "head"}]),
         ValueError,
         "Parameter weight of block 'head' has no gradient: it is frozen.",
     ),
     "two blocks of one name": (
-        lambda m: BlockHF([{"params": m[i].parameters(), "name": "layer"} for i in (0, 2)]),
+        lambda m: BlockHF.martens([{"params": m[i].parameters(), "name": "layer"} for i in (0, 2)]),
         ValueError,
         "Two blocks have the name 'layer'. Rename one.",
     ),
     "a number that a name has taken": (
-        lambda m: BlockHF([{"params": m[0].parameters(), "name": "block1"}, {"params": m[2].parameters()}]),
+        lambda m: BlockHF.martens(
+            [{"params": m[0].parameters(), "name": "block1"}, {"params": m[2].parameters()}]
+        ),
         ValueError,
         "Two blocks have the name 'block1'",
     ),
     "a parameter in two blocks": (
-        lambda m: BlockHF(
+        lambda m: BlockHF.martens(
             [{"params": m.parameters(), "name": "all"}, {"params": [m[0].bias], "name": "bias"}]
         ),
         ValueError,
         "Parameter number 0 is in two blocks, 'all' and 'bias'. Leave it in one of them.",
     ),
     "a parameter twice in a block": (
-        lambda m: BlockHF([m[0].weight, m[0].weight]),
+        lambda m: BlockHF.martens([m[0].weight, m[0].weight]),
         ValueError,
         "Parameter number 1 is twice in block 'block0'. Name it once.",
     ),
     "an unknown reduction": (
-        lambda m: BlockHF(m.parameters(), reduction="none"),
+        lambda m: BlockHF.martens(m.parameters(), reduction="none"),
         ValueError,
         "reduction is 'none', but must be 'mean' or 'sum'.",
     ),
     "no curvature samples": (
-        lambda m: BlockHF(m.parameters(), curvature_batch_size=0),
+        lambda m: BlockHF.martens(m.parameters(), curvature_batch_size=0),
         ValueError,
         "curvature_batch_size is 0, but must be a whole number of at least 1, or None.",
     ),
-    "a share of curvature samples": (
-        lambda m: BlockHF(m.parameters(), curvature_batch_size=0.2),
+    "more than all curvature samples": (
+        lambda m: BlockHF.martens(m.parameters(), curvature_batch_size=1.2),
         ValueError,
-        "curvature_batch_size is 0.2",
+        "curvature_batch_size is 1.2",
+    ),
+    "a share of a micro-batch": (
+        lambda m: BlockHF.martens(m.parameters(), micro_batch_size=0.5),
+        ValueError,
+        "micro_batch_size is 0.5",
     ),
     "negative micro-batches": (
-        lambda m: BlockHF(m.parameters(), micro_batch_size=-4),
+        lambda m: BlockHF.martens(m.parameters(), micro_batch_size=-4),
         ValueError,
         "micro_batch_size is -4, but must be a whole number of at least 1, or None.",
     ),
     "adaptive damping without the loss": (
-        lambda m: BlockHF(m.parameters(), damping=LevenbergMarquardt(), search=FixedStep()),
+        lambda m: BlockHF.martens(m.parameters(), damping=LevenbergMarquardt(), search=FixedStep()),
         ValueError,
         "LevenbergMarquardt needs the loss after each step, which FixedStep does not evaluate. "
         "Use FixedStep(evaluates=True) or Backtracking(), or a constant damping.",
@@ -215,31 +226,31 @@ INVALID: dict[str, tuple[Callable[[Any], Any], type[Exception], str]] = {
         "LevenbergMarquardt needs the loss after each step",
     ),
     "the default damping without the loss": (
-        lambda m: BlockHF(m.parameters(), search=FixedStep()),
+        lambda m: BlockHF.martens(m.parameters(), search=FixedStep()),
         ValueError,
         "LevenbergMarquardt needs the loss after each step",
     ),
     "negative damping": (
-        lambda m: BlockHF(m.parameters(), damping=-1),
+        lambda m: BlockHF.martens(m.parameters(), damping=-1),
         ValueError,
         "damping is -1.0, but must not be negative.",
     ),
     "a word for damping": (
-        lambda m: BlockHF(m.parameters(), damping="high"),
+        lambda m: BlockHF.martens(m.parameters(), damping="high"),
         ValueError,
         "damping is 'high'",
     ),
     "a class for an object": (
-        lambda m: BlockHF(m.parameters(), curvature=GaussNewton),
+        lambda m: BlockHF.martens(m.parameters(), curvature=GaussNewton),
         ValueError,
         "curvature is the class GaussNewton. Pass an object: GaussNewton().",
     ),
     "an object of another kind": (
-        lambda m: BlockHF(m.parameters(), search=GaussNewton()),
+        lambda m: BlockHF.martens(m.parameters(), search=GaussNewton()),
         ValueError,
         "search is GaussNewton(), which has no method choose().",
     ),
-    "an unknown option": (lambda m: BlockHF(m.parameters(), momentum=0.9), TypeError, "momentum"),
+    "an unknown option": (lambda m: BlockHF.martens(m.parameters(), momentum=0.9), TypeError, "momentum"),
 }
 
 
@@ -277,7 +288,7 @@ def complaint(block: str, option: str, value: Any, bound: str) -> str:
 )
 def test_a_bad_option_is_told_at_construction(option: str, value: Any, bound: str) -> None:
     with pytest.raises(ValueError, match=complaint("all", option, value, bound)):
-        BlockHF(blocks.single(mlp()), **{option: value})
+        BlockHF.martens(blocks.single(mlp()), **{option: value})
 
 
 @bad_options
@@ -285,13 +296,13 @@ def test_a_bad_option_of_a_group_is_told_at_construction(option: str, value: Any
     groups = blocks.by_layer(mlp())
     groups[1][option] = value
     with pytest.raises(ValueError, match=complaint("2", option, value, bound)):
-        BlockHF(groups)
+        BlockHF.martens(groups)
 
 
 @bad_options
 def test_a_bad_edit_of_a_group_is_told_at_the_next_step(option: str, value: Any, bound: str) -> None:
     task = Task()
-    optimizer = BlockHF(blocks.by_layer(task.model))
+    optimizer = BlockHF.martens(blocks.by_layer(task.model))
     optimizer.param_groups[1][option] = value
     before = values(task.model)
     with pytest.raises(ValueError, match=complaint("2", option, value, bound)):
@@ -301,7 +312,7 @@ def test_a_bad_edit_of_a_group_is_told_at_the_next_step(option: str, value: Any,
 
 def test_a_refused_group_leaves_the_optimizer_as_it_was() -> None:
     task = Task()
-    optimizer = BlockHF([{"params": task.model[0].parameters()}])
+    optimizer = BlockHF.martens([{"params": task.model[0].parameters()}])
     taken, negative = {"params": [task.model[0].bias]}, {"params": [task.model[2].bias], "lr": -1.0}
     for bad, message in ((taken, "is in two blocks"), (negative, "lr of block 'block1' is -1.0")):
         with pytest.raises(ValueError, match=message):
@@ -336,7 +347,7 @@ def second_directions(
     own = blocks.by_layer(task.model)
     for group, options in zip(own, groups or [{}] * 3, strict=True):
         group.update(options)
-    optimizer = BlockHF(own, damping=0.01, cg_progress=0.0, max_cg_steps=12, search=FixedStep())
+    optimizer = BlockHF.martens(own, damping=0.01, cg_progress=0.0, max_cg_steps=12, search=FixedStep())
     edit(optimizer)
     for _ in range(2):
         optimizer.direction(task.objective, task.batch)
@@ -371,8 +382,8 @@ def test_each_block_moves_by_its_own_lr(lr: Any) -> None:
     groups = blocks.by_layer(task.model)
     groups[0]["lr"], groups[1]["lr"] = lr, 0.0
     before = values(task.model)
-    BlockHF(groups, lr=1.0, **FIXED).step(task.objective, task.batch)
-    BlockHF(blocks.by_layer(twin.model), lr=1.0, **FIXED).step(twin.objective, twin.batch)
+    BlockHF.martens(groups, lr=1.0, **FIXED).step(task.objective, task.batch)
+    BlockHF.martens(blocks.by_layer(twin.model), lr=1.0, **FIXED).step(twin.objective, twin.batch)
     moved, full = values(task.model) - before, values(twin.model) - before
     for place, share in zip(slices(groups), (0.25, 0.0, 1.0), strict=True):
         torch.testing.assert_close(moved[place], share * full[place], rtol=1e-12, atol=1e-15)
@@ -381,7 +392,7 @@ def test_each_block_moves_by_its_own_lr(lr: Any) -> None:
 
 def test_a_warm_start_that_was_switched_off_does_not_come_back_to_an_old_solution() -> None:
     task = Task()
-    optimizer = BlockHF(blocks.single(task.model), max_cg_steps=3, warm_start=0.95, **FIXED)
+    optimizer = BlockHF.martens(blocks.single(task.model), max_cg_steps=3, warm_start=0.95, **FIXED)
     (group,) = optimizer.param_groups
     products = []
     for warm_start in (0.95, 0.95, 0.0, 0.95, 0.95):
@@ -413,7 +424,7 @@ SCHEDULERS: dict[str, Callable[[BlockHF], Any]] = {
 @pytest.mark.parametrize("make", SCHEDULERS.values(), ids=SCHEDULERS.keys())
 def test_a_scheduler_sets_the_length_of_the_update(make: Callable[[BlockHF], Any]) -> None:
     task = Task()
-    optimizer = BlockHF(blocks.by_layer(task.model), lr=0.8, warm_start=0.0, **FIXED)
+    optimizer = BlockHF.martens(blocks.by_layer(task.model), lr=0.8, warm_start=0.0, **FIXED)
     scheduler = make(optimizer)
     rates = []
     for _ in range(4):
@@ -440,7 +451,7 @@ def written_values(model: nn.Module) -> list[Tensor]:
 def test_a_block_that_joins_in_mid_training_moves_from_then_on() -> None:
     task = Task()
     first, middle, last = blocks.by_layer(task.model)
-    optimizer = BlockHF([first, last], max_cg_steps=3, **FIXED)
+    optimizer = BlockHF.martens([first, last], max_cg_steps=3, **FIXED)
     for _ in range(2):
         before = values(task.model[2])
         optimizer.step(task.objective, task.batch)
@@ -458,7 +469,7 @@ def test_a_block_that_joins_in_mid_training_moves_from_then_on() -> None:
 
 def test_a_parameter_that_was_frozen_after_construction_stays_put() -> None:
     task = Task()
-    optimizer = BlockHF(blocks.by_layer(task.model), **FIXED)
+    optimizer = BlockHF.martens(blocks.by_layer(task.model), **FIXED)
     optimizer.step(task.objective, task.batch)
     task.model[0].bias.requires_grad_(False)
     before = copy.deepcopy(task.model.state_dict())
@@ -471,7 +482,7 @@ def test_a_parameter_that_was_frozen_after_construction_stays_put() -> None:
 
 def test_a_block_that_was_frozen_as_a_whole_is_skipped_and_comes_back_when_it_is_thawed() -> None:
     task = Task()
-    optimizer = BlockHF(blocks.by_layer(task.model), **FIXED)
+    optimizer = BlockHF.martens(blocks.by_layer(task.model), **FIXED)
     optimizer.step(task.objective, task.batch)
     task.model[2].requires_grad_(False)
     before = values(task.model[2])
@@ -486,7 +497,7 @@ def test_a_block_that_was_frozen_as_a_whole_is_skipped_and_comes_back_when_it_is
 
 def test_a_model_that_is_frozen_as_a_whole_is_an_error() -> None:
     task = Task()
-    optimizer = BlockHF(blocks.by_layer(task.model))
+    optimizer = BlockHF.martens(blocks.by_layer(task.model))
     task.model.requires_grad_(False)
     with pytest.raises(ValueError, match=r"Every parameter is frozen\. Thaw some with requires_grad_"):
         optimizer.step(task.objective, task.batch)
@@ -495,7 +506,7 @@ def test_a_model_that_is_frozen_as_a_whole_is_an_error() -> None:
 def test_a_parameter_that_the_loss_does_not_use_stays_put() -> None:
     task = Task()
     unused = nn.Parameter(torch.ones(2, dtype=torch.float64))
-    optimizer = BlockHF([unused, *task.model.parameters()])
+    optimizer = BlockHF.martens([unused, *task.model.parameters()])
     before = values(task.model)
     for _ in range(3):
         optimizer.step(task.objective, task.batch)
@@ -507,7 +518,9 @@ def test_a_parameter_that_the_loss_does_not_use_stays_put() -> None:
 def test_a_block_that_the_outputs_do_not_use_is_an_error_that_names_it() -> None:
     task = Task()
     unused = {"params": [nn.Parameter(torch.ones(2, dtype=torch.float64))], "name": "idle"}
-    optimizer = BlockHF([*blocks.single(task.model), {**unused, "params": [("idle", unused["params"][0])]}])
+    optimizer = BlockHF.martens(
+        [*blocks.single(task.model), {**unused, "params": [("idle", unused["params"][0])]}]
+    )
     before = snapshot(task.model, optimizer)
     with pytest.raises(ValueError, match="The outputs do not depend on block 'idle', so it has no curvature"):
         optimizer.step(task.objective, task.batch)
@@ -516,7 +529,7 @@ def test_a_block_that_the_outputs_do_not_use_is_an_error_that_names_it() -> None
 
 def test_sparse_gradients_are_an_error_that_names_the_block() -> None:
     model = nn.Sequential(nn.Embedding(5, 3, sparse=True), nn.Linear(3, 1))
-    optimizer = BlockHF(blocks.by_layer(model))
+    optimizer = BlockHF.martens(blocks.by_layer(model))
 
     def objective(tokens: Tensor) -> tuple[Tensor, Tensor]:
         outputs = model(tokens)
@@ -539,7 +552,7 @@ def test_blocks_may_differ_in_precision() -> None:
 
     task = Task()
     task.model = Mixed()
-    optimizer = BlockHF(blocks.by_layer(task.model))
+    optimizer = BlockHF.martens(blocks.by_layer(task.model))
     before = copy.deepcopy(task.model.state_dict())
     for _ in range(3):
         loss = optimizer.step(task.objective, task.batch)
@@ -584,8 +597,8 @@ def assert_in_step(pairs: Sequence[tuple[Task, BlockHF]], num_steps: int = 3) ->
 
 
 STYLES: dict[str, Callable[[nn.Module], BlockHF]] = {
-    "default": lambda model: BlockHF(blocks.by_layer(model), curvature_batch_size=9),
-    "adaptive": lambda model: BlockHF(
+    "default": lambda model: BlockHF.martens(blocks.by_layer(model), curvature_batch_size=9),
+    "adaptive": lambda model: BlockHF.martens(
         blocks.by_layer(model), damping=LevenbergMarquardt(initial=3.0), max_cg_steps=4
     ),
     "paper": lambda model: BlockHF.paper(blocks.by_layer(model), max_cg_steps=5, slow_start=(4, 2)),
@@ -656,7 +669,7 @@ COPIED += ("micro_batch_size", "reduction", "measure_memory")
 
 def test_copies_keep_policies_settings_and_the_report() -> None:
     task = Task()
-    optimizer = BlockHF(
+    optimizer = BlockHF.martens(
         blocks.single(task.model),
         curvature=Hessian(),
         damping=Constant(2.0),
@@ -695,7 +708,7 @@ class RememberedDiagonal:
 
 def test_the_memory_of_a_policy_is_saved_and_restored() -> None:
     def make(task: Task) -> BlockHF:
-        return BlockHF(
+        return BlockHF.martens(
             blocks.by_layer(task.model), max_cg_steps=2, preconditioner=RememberedDiagonal(), damping=0.05
         )
 
@@ -718,7 +731,7 @@ def test_the_memory_of_a_policy_is_saved_and_restored() -> None:
 
 
 def test_policies_without_memory_leave_nothing_in_the_state() -> None:
-    assert BlockHF(blocks.single(mlp())).state_dict()["policies"] == {}
+    assert BlockHF.martens(blocks.single(mlp())).state_dict()["policies"] == {}
 
 
 # --- manners of torch.optim ---------------------------------------------------------------------------
@@ -727,7 +740,7 @@ def test_policies_without_memory_leave_nothing_in_the_state() -> None:
 def test_step_returns_the_detached_loss_at_the_starting_point() -> None:
     task = Task()
     expected = dense_loss(task, task.batch)
-    optimizer = BlockHF(blocks.single(task.model))
+    optimizer = BlockHF.martens(blocks.single(task.model))
     loss = optimizer.step(task.objective, task.batch)
     assert torch.equal(loss, expected)
     assert loss.shape == ()
@@ -741,8 +754,8 @@ def test_step_neither_reads_nor_writes_grad() -> None:
     grads = [torch.full_like(param, torch.nan) for param in task.model.parameters()]
     for param, grad in zip(task.model.parameters(), grads, strict=True):
         param.grad = grad
-    BlockHF(blocks.single(task.model)).step(task.objective, task.batch)
-    BlockHF(blocks.single(twin.model)).step(twin.objective, twin.batch)
+    BlockHF.martens(blocks.single(task.model)).step(task.objective, task.batch)
+    BlockHF.martens(blocks.single(twin.model)).step(twin.objective, twin.batch)
     assert torch.equal(values(task.model), values(twin.model))
     assert all(p.grad is grad for p, grad in zip(task.model.parameters(), grads, strict=True))
     assert all(grad.isnan().all() for grad in grads)
@@ -751,7 +764,7 @@ def test_step_neither_reads_nor_writes_grad() -> None:
 
 def test_zero_grad_clears_what_direction_wrote() -> None:
     task = Task()
-    optimizer = BlockHF(blocks.by_layer(task.model))
+    optimizer = BlockHF.martens(blocks.by_layer(task.model))
     optimizer.direction(task.objective, task.batch)
     assert all(param.grad is not None for param in task.model.parameters())
     optimizer.zero_grad()
@@ -772,7 +785,7 @@ def test_parameters_stay_the_same_tensors_in_the_same_storage(search: Any) -> No
         return [(id(p), p.data_ptr(), p.stride()) for p in model.parameters()]
 
     before, start = places(), values(model)
-    optimizer = BlockHF(blocks.by_layer(model), search=search)
+    optimizer = BlockHF.martens(blocks.by_layer(model), search=search)
     for _ in range(2):
         optimizer.step(objective, inputs)
         assert optimizer.report.accepted
@@ -783,7 +796,7 @@ def test_parameters_stay_the_same_tensors_in_the_same_storage(search: Any) -> No
 
 def test_hooks_run_around_the_step_and_see_the_report() -> None:
     task = Task()
-    optimizer = BlockHF(blocks.by_layer(task.model))
+    optimizer = BlockHF.martens(blocks.by_layer(task.model))
     seen: list[Any] = []
     optimizer.register_step_pre_hook(lambda opt, args, kwargs: seen.append(opt.report))
     optimizer.register_step_post_hook(lambda opt, args, kwargs: seen.append(opt.report))
@@ -797,7 +810,7 @@ def test_hooks_run_around_the_step_and_see_the_report() -> None:
 def test_a_step_without_grad_mode_is_a_step(curvature_batch_size: int | None, method: str) -> None:
     task, twin = Task(), Task()
     optimizer, other = (
-        BlockHF(blocks.by_layer(each.model), curvature_batch_size=curvature_batch_size)
+        BlockHF.martens(blocks.by_layer(each.model), curvature_batch_size=curvature_batch_size)
         for each in (task, twin)
     )
     for _ in range(2):
@@ -810,7 +823,7 @@ def test_a_step_without_grad_mode_is_a_step(curvature_batch_size: int | None, me
 
 def test_state_is_shaped_like_the_parameters() -> None:
     task = Task()
-    optimizer = BlockHF(blocks.single(task.model))
+    optimizer = BlockHF.martens(blocks.single(task.model))
     optimizer.step(task.objective, task.batch)
     for param in task.model.parameters():
         assert optimizer.state[param]["direction"].shape == param.shape
@@ -819,7 +832,7 @@ def test_state_is_shaped_like_the_parameters() -> None:
 
 def test_without_a_warm_start_no_solution_is_kept() -> None:
     task = Task()
-    optimizer = BlockHF(blocks.single(task.model), warm_start=0.0)
+    optimizer = BlockHF.martens(blocks.single(task.model), warm_start=0.0)
     optimizer.step(task.objective, task.batch)
     assert all(set(state) == {"step"} for state in optimizer.state.values())
 
@@ -841,8 +854,8 @@ def test_a_batch_may_be_any_nesting(pack: Any, unpack: Any, micro_batch_size: in
     task, twin = Task("cross_entropy"), Task("cross_entropy")
     options = {"curvature_batch_size": 7, "micro_batch_size": micro_batch_size}
     optimizer, other = (
-        BlockHF(blocks.by_layer(task.model), **options),
-        BlockHF(blocks.by_layer(twin.model), **options),
+        BlockHF.martens(blocks.by_layer(task.model), **options),
+        BlockHF.martens(blocks.by_layer(twin.model), **options),
     )
     for _ in range(2):
         optimizer.step(lambda batch: task.objective(unpack(batch)), pack(*task.batch))
@@ -852,7 +865,7 @@ def test_a_batch_may_be_any_nesting(pack: Any, unpack: Any, micro_batch_size: in
 
 def test_a_curvature_batch_without_a_batch_is_an_error() -> None:
     task = Task()
-    optimizer = BlockHF(blocks.single(task.model))
+    optimizer = BlockHF.martens(blocks.single(task.model))
     with pytest.raises(ValueError, match="A curvature batch was given without a gradient batch"):
         optimizer.step(lambda: task.objective(task.batch), curvature=task.batch)
 
@@ -862,7 +875,7 @@ def test_a_curvature_batch_without_a_batch_is_an_error() -> None:
 
 def test_with_the_hessian_the_objective_may_return_the_loss_alone() -> None:
     task = Task("cross_entropy", model=lambda: nn.Linear(3, 2))
-    optimizer = BlockHF(
+    optimizer = BlockHF.martens(
         blocks.single(task.model),
         curvature=Hessian(),
         max_cg_steps=100,
@@ -879,7 +892,7 @@ def test_with_the_hessian_the_objective_may_return_the_loss_alone() -> None:
 
 def test_with_gauss_newton_the_loss_alone_is_an_error() -> None:
     task = Task()
-    optimizer = BlockHF(blocks.single(task.model))
+    optimizer = BlockHF.martens(blocks.single(task.model))
     with pytest.raises(ValueError, match="nothing to take J of"):
         optimizer.step(lambda batch: task.objective(batch)[1], task.batch)
 
@@ -898,7 +911,7 @@ def test_a_curvature_of_ones_own_will_do() -> None:
     """With the identity for curvature, the method is gradient descent."""
     task = Task()
     before, gradient = values(task.model), dense_gradient(task, task.batch)
-    BlockHF(blocks.by_layer(task.model), curvature=Identity(), lr=0.5, **FIXED).step(
+    BlockHF.martens(blocks.by_layer(task.model), curvature=Identity(), lr=0.5, **FIXED).step(
         task.objective, task.batch
     )
     torch.testing.assert_close(values(task.model), before - 0.5 * gradient / 1.01, rtol=1e-12, atol=1e-14)
@@ -916,7 +929,7 @@ class Countdown:
 
 def test_a_damping_rule_of_ones_own_will_do() -> None:
     task = Task()
-    optimizer = BlockHF(blocks.by_layer(task.model), damping=Countdown(), search=FixedStep())
+    optimizer = BlockHF.martens(blocks.by_layer(task.model), damping=Countdown(), search=FixedStep())
     used = []
     for _ in range(3):
         optimizer.step(task.objective, task.batch)
@@ -937,7 +950,7 @@ class Cautious:
 def test_a_search_of_ones_own_will_do() -> None:
     task = Task()
     before, gradient = values(task.model), dense_gradient(task, task.batch)
-    optimizer = BlockHF(blocks.by_layer(task.model), search=Cautious())
+    optimizer = BlockHF.martens(blocks.by_layer(task.model), search=Cautious())
     optimizer.step(task.objective, task.batch)
     torch.testing.assert_close(values(task.model), before - 0.01 * gradient, rtol=1e-12, atol=1e-14)
     assert optimizer.report.reason == "a gradient step"
@@ -971,8 +984,8 @@ def test_a_solver_of_ones_own_will_do() -> None:
     """One that couples the blocks makes the step of a single block."""
     task, twin = Task(), Task()
     options = {"cg_rtol": 1e-13, "cg_progress": 0.0, "max_cg_steps": 400, **FIXED}
-    BlockHF(blocks.by_layer(task.model), solver=Coupled(), **FIXED).step(task.objective, task.batch)
-    BlockHF(blocks.single(twin.model), **options).step(twin.objective, twin.batch)
+    BlockHF.martens(blocks.by_layer(task.model), solver=Coupled(), **FIXED).step(task.objective, task.batch)
+    BlockHF.martens(blocks.single(twin.model), **options).step(twin.objective, twin.batch)
     torch.testing.assert_close(values(task.model), values(twin.model), rtol=1e-8, atol=1e-9)
 
 
@@ -992,8 +1005,8 @@ def test_a_preconditioner_of_ones_own_will_do() -> None:
     """With the exact inverse, one iteration is enough."""
     task, twin = Task(), Task()
     options = {"cg_rtol": 1e-9, "cg_progress": 0.0, "max_cg_steps": 400, **FIXED}
-    optimizer = BlockHF(blocks.by_layer(task.model), preconditioner=Exact(), **options)
+    optimizer = BlockHF.martens(blocks.by_layer(task.model), preconditioner=Exact(), **options)
     optimizer.step(task.objective, task.batch)
-    BlockHF(blocks.by_layer(twin.model), **options).step(twin.objective, twin.batch)
+    BlockHF.martens(blocks.by_layer(twin.model), **options).step(twin.objective, twin.batch)
     assert [block.num_steps for block in optimizer.report.blocks] == [1, 1, 1]
     torch.testing.assert_close(values(task.model), values(twin.model), rtol=1e-6, atol=1e-7)

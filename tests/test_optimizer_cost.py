@@ -145,7 +145,7 @@ def test_curvature_on_the_whole_batch_shares_the_pass_of_the_gradient(size: int 
 
 def test_a_closure_is_called_once_and_once_more_for_each_evaluation() -> None:
     task = CountedTask()
-    optimizer = BlockHF(blocks.by_layer(task.model), curvature_batch_size=3)
+    optimizer = BlockHF.martens(blocks.by_layer(task.model), curvature_batch_size=3)
     optimizer.step(lambda: task.objective(task.batch))
     assert optimizer.report.accepted
     assert task.drain() == [NUM_SAMPLES] * (1 + optimizer.report.work["num_evaluations"])
@@ -194,7 +194,7 @@ def test_a_search_costs_a_forward_pass_for_each_try(
     search: Any, lr: float, expected: int | None, micro_batch_size: int | None
 ) -> None:
     task = CountedTask()
-    optimizer = BlockHF(
+    optimizer = BlockHF.martens(
         blocks.by_layer(task.model),
         lr=lr,
         damping=0.01,
@@ -244,7 +244,7 @@ def test_a_curvature_batch_that_fits_into_a_micro_batch_is_linearized_once() -> 
 
 def test_direction_costs_what_a_fixed_step_costs() -> None:
     task, curvature = CountedTask(), CountedGaussNewton()
-    optimizer = BlockHF(
+    optimizer = BlockHF.martens(
         blocks.by_layer(task.model), cg_rtol=0.0, max_cg_steps=5, curvature_batch_size=6, curvature=curvature
     )
     for num_products in (5, 6):
@@ -257,7 +257,7 @@ def test_direction_costs_what_a_fixed_step_costs() -> None:
 
 def test_a_step_from_a_non_finite_loss_costs_the_gradient_alone() -> None:
     task, curvature = CountedTask(), CountedGaussNewton()
-    optimizer = BlockHF(blocks.by_layer(task.model), curvature_batch_size=6, curvature=curvature)
+    optimizer = BlockHF.martens(blocks.by_layer(task.model), curvature_batch_size=6, curvature=curvature)
     optimizer.step(lambda batch: (None, task.objective(batch)[1] * torch.nan), task.batch)
     assert task.drain() == [NUM_SAMPLES]
     assert curvature.drain() == []
@@ -315,14 +315,14 @@ class Graphs:
 
 
 STYLES: dict[str, Callable[[nn.Module], BlockHF]] = {
-    "default": lambda model: BlockHF(blocks.by_layer(model)),
-    "default on a part": lambda model: BlockHF(blocks.by_layer(model), curvature_batch_size=6),
+    "default": lambda model: BlockHF.martens(blocks.by_layer(model)),
+    "default on a part": lambda model: BlockHF.martens(blocks.by_layer(model), curvature_batch_size=6),
     "paper": lambda model: BlockHF.paper(blocks.by_layer(model), damping=0.01, max_cg_steps=4),
-    "micro-batches": lambda model: BlockHF(
+    "micro-batches": lambda model: BlockHF.martens(
         blocks.by_layer(model), max_cg_steps=4, micro_batch_size=6, curvature_batch_size=10
     ),
-    "best iterate": lambda model: BlockHF(blocks.by_layer(model), search=BestIterate()),
-    "rejected by the search": lambda model: BlockHF(blocks.by_layer(model), lr=1e6),
+    "best iterate": lambda model: BlockHF.martens(blocks.by_layer(model), search=BestIterate()),
+    "rejected by the search": lambda model: BlockHF.martens(blocks.by_layer(model), lr=1e6),
 }
 all_styles = pytest.mark.parametrize("make", STYLES.values(), ids=STYLES.keys())
 
@@ -341,7 +341,7 @@ def test_no_graph_survives_a_step(make: Callable[[nn.Module], BlockHF]) -> None:
 
 def test_no_graph_survives_directions() -> None:
     task = Task()
-    optimizer = BlockHF(blocks.by_layer(task.model))
+    optimizer = BlockHF.martens(blocks.by_layer(task.model))
     graphs = Graphs()
     with graphs.watch(task.model):
         optimizer.direction(task.objective, task.batch)
@@ -360,7 +360,7 @@ def test_no_graph_survives_a_step_that_meets_a_non_finite_value(where: str) -> N
             return outputs, loss + (outputs - outputs.detach()).square().sum().sqrt()
         return outputs, loss + (outputs - outputs.detach()).pow(1.5).sum()
 
-    optimizer = BlockHF(blocks.by_layer(task.model))
+    optimizer = BlockHF.martens(blocks.by_layer(task.model))
     graphs = Graphs()
     with graphs.watch(task.model):
         optimizer.step(objective, task.batch)
@@ -385,7 +385,7 @@ def test_no_graph_survives_an_exception_in_the_objective(call: int) -> None:
             raise Boom
         return result
 
-    optimizer = BlockHF(blocks.by_layer(task.model), curvature_batch_size=6)
+    optimizer = BlockHF.martens(blocks.by_layer(task.model), curvature_batch_size=6)
     graphs = Graphs()
     with graphs.watch(task.model):
         with contextlib.suppress(Boom):
@@ -413,7 +413,9 @@ def test_a_search_runs_when_all_graphs_are_gone_and_makes_none(
             return outputs, loss
         return task.objective(batch)
 
-    optimizer = BlockHF(blocks.by_layer(task.model), search=search, curvature_batch_size=curvature_batch_size)
+    optimizer = BlockHF.martens(
+        blocks.by_layer(task.model), search=search, curvature_batch_size=curvature_batch_size
+    )
     with graphs.watch(task.model):
         optimizer.step(objective, task.batch)
     assert tried == [False] * optimizer.report.work["num_evaluations"]
@@ -432,7 +434,7 @@ def live_tensors() -> tuple[int, int]:
 @pytest.mark.parametrize("micro_batch_size", [None, 6])
 def test_after_50_steps_no_more_tensors_live_than_after_5(damping: Any, micro_batch_size: int | None) -> None:
     task = Task("cross_entropy")
-    optimizer = BlockHF(
+    optimizer = BlockHF.martens(
         blocks.by_layer(task.model),
         damping=damping,
         max_cg_steps=2,
@@ -452,7 +454,7 @@ def test_after_50_steps_no_more_tensors_live_than_after_5(damping: Any, micro_ba
 def peak(num_samples: int, *, gradient_only: bool, **options: Any) -> int:
     """The most bytes that graphs held at a time during a step."""
     task = Task(num_samples=num_samples)
-    optimizer = BlockHF(blocks.by_layer(task.model), max_cg_steps=2, **options)
+    optimizer = BlockHF.martens(blocks.by_layer(task.model), max_cg_steps=2, **options)
 
     def objective(batch: Any) -> tuple[Tensor, Tensor]:
         outputs, loss = task.objective(batch)

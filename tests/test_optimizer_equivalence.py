@@ -9,7 +9,16 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from blockhf import Backtracking, BlockHF, FixedStep, LevenbergMarquardt, blocks
+from blockhf import (
+    AllSamples,
+    Backtracking,
+    BlockHF,
+    ConjugateGradient,
+    FixedStep,
+    Identity,
+    LevenbergMarquardt,
+    blocks,
+)
 from optimizer_tasks import (
     Task,
     dense_gauss_newton,
@@ -59,7 +68,7 @@ def test_a_converged_step_is_the_dense_solve_of_each_diagonal_block(partition: P
     task = Task(loss)
     groups = partition(task.model)
     expected = values(task.model) + dense_direction(task, slices(groups), 0.01, task.front(9))
-    optimizer = BlockHF(groups, damping=0.01, curvature_batch_size=9, **FULL_STEP)
+    optimizer = BlockHF.martens(groups, damping=0.01, curvature_batch_size=9, **FULL_STEP)
     optimizer.step(task.objective, task.batch)
     torch.testing.assert_close(values(task.model), expected, rtol=1e-8, atol=1e-9)
     assert {block.status for block in optimizer.report.blocks} == {"converged"}
@@ -70,7 +79,7 @@ def test_the_partition_matters() -> None:
     ends = []
     for partition in (blocks.single, blocks.by_layer):
         task = Task()
-        BlockHF(partition(task.model), damping=0.01, **FULL_STEP).step(task.objective, task.batch)
+        BlockHF.martens(partition(task.model), damping=0.01, **FULL_STEP).step(task.objective, task.batch)
         ends.append(values(task.model))
     assert (ends[0] - ends[1]).norm() > 0.1 * ends[0].norm()
 
@@ -80,7 +89,7 @@ def test_one_block_is_hessian_free_optimization_written_out_densely(loss: str, i
     """Levenberg-Marquardt damping and backtracking as in Martens (2010), with a dense solve for CG."""
     task, twin = Task(loss), Task(loss)
     rule = LevenbergMarquardt(initial=initial)
-    optimizer = BlockHF(
+    optimizer = BlockHF.martens(
         blocks.single(task.model), lr=2.0, damping=rule, search=Backtracking(sufficient=1e-2), **CONVERGED
     )
     damping, scales, dampings = initial, [], []
@@ -115,7 +124,7 @@ def test_an_exact_quadratic_is_solved_in_one_step() -> None:
     inputs, targets = task.batch
     design = torch.cat([inputs, torch.ones(20, 1, dtype=torch.float64)], 1)
     solution = torch.linalg.lstsq(design, targets).solution
-    optimizer = BlockHF(blocks.single(task.model), lr=1.0, damping=0.0, **FULL_STEP)
+    optimizer = BlockHF.martens(blocks.single(task.model), lr=1.0, damping=0.0, **FULL_STEP)
     optimizer.step(task.objective, task.batch)
     torch.testing.assert_close(task.model.weight.detach(), solution[:3].T, rtol=1e-9, atol=1e-10)
     torch.testing.assert_close(task.model.bias.detach(), solution[3], rtol=1e-9, atol=1e-10)
@@ -123,7 +132,9 @@ def test_an_exact_quadratic_is_solved_in_one_step() -> None:
 
 def test_on_an_exact_quadratic_the_model_foretells_the_loss() -> None:
     task = Task(model=lambda: nn.Linear(3, 2))
-    optimizer = BlockHF(blocks.single(task.model), damping=0.1, search=FixedStep(evaluates=True), **CONVERGED)
+    optimizer = BlockHF.martens(
+        blocks.single(task.model), damping=0.1, search=FixedStep(evaluates=True), **CONVERGED
+    )
     optimizer.step(task.objective, task.batch)
     assert optimizer.report.ratio == pytest.approx(1.0, abs=1e-9)
 
@@ -132,7 +143,7 @@ def test_on_an_exact_quadratic_the_model_foretells_the_loss() -> None:
 def test_heavy_damping_is_a_scaled_gradient(partition: Partition) -> None:
     task = Task()
     before, gradient = values(task.model), dense_gradient(task, task.batch)
-    BlockHF(partition(task.model), damping=1e7, **FULL_STEP).step(task.objective, task.batch)
+    BlockHF.martens(partition(task.model), damping=1e7, **FULL_STEP).step(task.objective, task.batch)
     torch.testing.assert_close(1e7 * (values(task.model) - before), -gradient, rtol=1e-6, atol=1e-7)
 
 
@@ -186,7 +197,10 @@ def test_the_settings_of_paper_are_those_of_the_paper() -> None:
     options = {name: group[name] for name in ("lr", "damping", "max_cg_steps", "warm_start", "cg_progress")}
     assert options == {"lr": 0.1, "damping": 0.0, "max_cg_steps": 30, "warm_start": 0.95, "cg_progress": 0.0}
     assert optimizer.search == FixedStep()
-    assert optimizer.preconditioner is None
+    assert optimizer.solver == ConjugateGradient()
+    assert optimizer.preconditioner == Identity()
+    assert optimizer.sampling == AllSamples()
+    assert optimizer.curvature_batch_size is None
 
 
 @all_partitions
@@ -227,7 +241,7 @@ def run(
 ) -> tuple[Tensor, list[float]]:
     """The parameters and the reported losses after a few steps with a fixed number of CG iterations."""
     settings = {"cg_rtol": 0.0, "cg_progress": 0.0, "max_cg_steps": 5, **options}
-    optimizer = BlockHF(blocks.by_layer(task.model), reduction=task.reduction, **settings)
+    optimizer = BlockHF.martens(blocks.by_layer(task.model), reduction=task.reduction, **settings)
     losses: list[float] = []
     for _ in range(num_steps):
         losses.append(float(optimizer.step(task.objective, task.batch, curvature)))
@@ -295,8 +309,8 @@ def test_a_curvature_batch_of_the_whole_batch_is_the_whole_batch(size: int | Non
 
 def test_a_closure_steps_like_the_objective_on_its_batch() -> None:
     task, twin = Task("cross_entropy"), Task("cross_entropy")
-    with_batch = BlockHF(blocks.by_layer(task.model))
-    with_closure = BlockHF(blocks.by_layer(twin.model), curvature_batch_size=3, micro_batch_size=2)
+    with_batch = BlockHF.martens(blocks.by_layer(task.model))
+    with_closure = BlockHF.martens(blocks.by_layer(twin.model), curvature_batch_size=3, micro_batch_size=2)
     for _ in range(3):
         expected = with_batch.step(task.objective, task.batch)
         actual = with_closure.step(lambda: twin.objective(twin.batch))
@@ -311,7 +325,7 @@ def test_a_closure_steps_like_the_objective_on_its_batch() -> None:
 def test_direction_writes_the_negated_solution_and_leaves_the_parameters_alone(partition: Partition) -> None:
     task = Task()
     groups = partition(task.model)
-    optimizer = BlockHF(groups, lr=0.3, damping=0.01, **FULL_STEP)
+    optimizer = BlockHF.martens(groups, lr=0.3, damping=0.01, **FULL_STEP)
     before = values(task.model)
     loss = optimizer.direction(task.objective, task.batch)
     written = torch.cat([param.grad.reshape(-1) for param in task.model.parameters()])
@@ -325,8 +339,8 @@ def test_direction_writes_the_negated_solution_and_leaves_the_parameters_alone(p
 def test_sgd_that_follows_direction_is_the_fixed_step(warm_start: float) -> None:
     task, twin = Task(), Task()
     options = {"damping": 0.01, "max_cg_steps": 4, "warm_start": warm_start, "search": FixedStep()}
-    stepping = BlockHF(blocks.by_layer(task.model), **options)
-    pointing = BlockHF(blocks.by_layer(twin.model), **options)
+    stepping = BlockHF.martens(blocks.by_layer(task.model), **options)
+    pointing = BlockHF.martens(blocks.by_layer(twin.model), **options)
     follower = torch.optim.SGD(twin.model.parameters(), lr=1.0)
     for _ in range(4):
         stepping.step(task.objective, task.batch)
@@ -340,7 +354,7 @@ def test_sgd_that_follows_direction_is_the_fixed_step(warm_start: float) -> None
 
 def test_direction_of_a_non_finite_gradient_leaves_nothing_to_follow() -> None:
     task = Task()
-    optimizer = BlockHF(blocks.by_layer(task.model))
+    optimizer = BlockHF.martens(blocks.by_layer(task.model))
     follower = torch.optim.SGD(task.model.parameters(), lr=1.0)
     optimizer.direction(task.objective, task.batch)
     before = snapshot(task.model, optimizer)

@@ -22,8 +22,8 @@ GOLDEN = Path(__file__).parent / "golden" / "optimizer.json"
 NUM_STEPS = 20
 
 STYLES: dict[str, Callable[[nn.Module], BlockHF]] = {
-    "default": lambda model: BlockHF(blocks.by_module(model), curvature_batch_size=40),
-    "default, 8 CG steps": lambda model: BlockHF(
+    "default": lambda model: BlockHF.martens(blocks.by_module(model), curvature_batch_size=40),
+    "default, 8 CG steps": lambda model: BlockHF.martens(
         blocks.by_module(model), max_cg_steps=8, curvature_batch_size=40
     ),
     "paper, one block": lambda model: BlockHF.paper(

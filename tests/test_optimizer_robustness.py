@@ -136,7 +136,7 @@ def dampings(optimizer: BlockHF) -> list[float]:
 
 def under_way(task: Task, **options: Any) -> BlockHF:
     """An optimizer of the task's model that has made two steps."""
-    optimizer = BlockHF(blocks.by_layer(task.model), max_cg_steps=4, **options)
+    optimizer = BlockHF.martens(blocks.by_layer(task.model), max_cg_steps=4, **options)
     for seed in range(2):
         torch.manual_seed(seed)
         optimizer.step(task.objective, task.batch)
@@ -193,11 +193,11 @@ def test_a_search_does_not_go_where_the_loss_is_not_finite(search: Any, value: f
 
 def test_backtracking_stays_on_this_side_of_where_the_loss_is_not_finite() -> None:
     task = Task()
-    optimizer = BlockHF(blocks.by_layer(task.model))
+    optimizer = BlockHF.martens(blocks.by_layer(task.model))
     optimizer.direction(task.objective, task.batch)
     length = torch.cat([param.grad.reshape(-1) for param in task.model.parameters()]).norm()
     before = values(task.model)
-    fresh = BlockHF(blocks.by_layer(task.model))
+    fresh = BlockHF.martens(blocks.by_layer(task.model))
     fresh.step(elsewhere(torch.nan, radius=0.3 * float(length))(task), task.batch)
     assert fresh.report.accepted
     assert fresh.report.reason == "shrunk to 0.25"
@@ -213,7 +213,7 @@ def test_the_report_of_a_failed_curvature_says_which_block_failed() -> None:
         outputs = second(Treacherous.apply(first(batch[0])))
         return outputs, task.loss(outputs, batch[1])
 
-    optimizer = BlockHF(blocks.by_layer(task.model), damping=0.1, search=FixedStep())
+    optimizer = BlockHF.martens(blocks.by_layer(task.model), damping=0.1, search=FixedStep())
     optimizer.step(objective, task.batch)
     assert [(block.name, block.status) for block in optimizer.report.blocks if block.name != "4"] == [
         ("0", "non finite"),
@@ -227,7 +227,7 @@ def test_where_no_block_has_positive_curvature_damping_rises_until_one_has() -> 
     """At the top of a cosine the Hessian is -1: nothing to do until the damping is above 1."""
     angle = nn.Parameter(torch.full((1,), 0.01, dtype=torch.float64))
     rule = LevenbergMarquardt(initial=0.4, factor=0.5)
-    optimizer = BlockHF([angle], curvature=Hessian(), damping=rule)
+    optimizer = BlockHF.martens([angle], curvature=Hessian(), damping=rule)
     seen = []
     for _ in range(3):
         old = float(angle.detach())
@@ -242,7 +242,7 @@ def test_where_no_block_has_positive_curvature_damping_rises_until_one_has() -> 
 
 def test_training_goes_on_between_bad_batches() -> None:
     task = Task()
-    optimizer = BlockHF(blocks.by_layer(task.model), search=FixedStep(evaluates=True), lr=0.5)
+    optimizer = BlockHF.martens(blocks.by_layer(task.model), search=FixedStep(evaluates=True), lr=0.5)
     first = float(dense_loss(task, task.batch))
     verdicts = []
     for fail, _, _ in FAILURES.values():
@@ -314,7 +314,7 @@ def test_an_exception_in_the_objective_leaves_everything_untouched(
 @pytest.mark.parametrize("phase", ["curvature", "search"])
 def test_an_exception_leaves_the_random_state_behind_the_gradient_pass(phase: str) -> None:
     task = Task(model=noisy)
-    optimizer = BlockHF(blocks.by_layer(task.model), curvature_batch_size=6)
+    optimizer = BlockHF.martens(blocks.by_layer(task.model), curvature_batch_size=6)
     states = []
 
     def objective(batch: Any) -> tuple[Tensor, Tensor]:
@@ -365,7 +365,7 @@ class Attention(nn.Module):
 @pytest.mark.parametrize("way", [*WAYS.values(), {"micro_batch_size": 1}], ids=[*WAYS, "single samples"])
 def test_the_losses_before_and_after_can_be_compared_to_the_last_bit(way: dict[str, Any], model: Any) -> None:
     task = Task(model=model)
-    optimizer = BlockHF(
+    optimizer = BlockHF.martens(
         blocks.by_layer(task.model), lr=0.0, damping=0.1, search=FixedStep(evaluates=True), **way
     )
     for _ in range(5):
@@ -376,7 +376,7 @@ def test_the_losses_before_and_after_can_be_compared_to_the_last_bit(way: dict[s
 
 def test_the_masks_of_different_steps_differ() -> None:
     task = Task(model=dropped)
-    optimizer = BlockHF(blocks.by_layer(task.model), lr=0.0, damping=0.1, search=FixedStep())
+    optimizer = BlockHF.martens(blocks.by_layer(task.model), lr=0.0, damping=0.1, search=FixedStep())
     assert len({float(optimizer.step(task.objective, task.batch)) for _ in range(3)}) == 3
 
 
@@ -392,7 +392,7 @@ def test_every_pass_of_a_step_draws_the_same_masks() -> None:
     """Gradient, curvature and search alike, and each part its own."""
     task = Task(model=dropped)
     masks = Masks(task.model[1])
-    optimizer = BlockHF(
+    optimizer = BlockHF.martens(
         blocks.by_layer(task.model), max_cg_steps=2, micro_batch_size=4, curvature_batch_size=8
     )
     seen = []
@@ -409,7 +409,7 @@ def test_every_pass_of_a_step_draws_the_same_masks() -> None:
 def test_curvature_on_a_part_of_the_batch_keeps_one_mask_for_all_products() -> None:
     task = Task(model=dropped)
     masks = Masks(task.model[1])
-    optimizer = BlockHF(blocks.by_layer(task.model), curvature_batch_size=6, max_cg_steps=3)
+    optimizer = BlockHF.martens(blocks.by_layer(task.model), curvature_batch_size=6, max_cg_steps=3)
     optimizer.step(task.objective, task.batch)
     assert [len(mask) for mask in masks.seen[:2]] == [16, 6]
     assert equal(masks.seen[2:], masks.seen[:1] * optimizer.report.work["num_evaluations"])
@@ -432,7 +432,7 @@ class Probing:
 @every_way
 def test_a_product_is_the_same_whenever_it_is_asked_for(way: dict[str, Any]) -> None:
     task, solver = Task(model=noisy), Probing()
-    optimizer = BlockHF(blocks.by_layer(task.model), solver=solver, max_cg_steps=3, **way)
+    optimizer = BlockHF.martens(blocks.by_layer(task.model), solver=solver, max_cg_steps=3, **way)
     for _ in range(2):
         optimizer.step(task.objective, task.batch)
     before, after, before_next, after_next = solver.products
@@ -445,7 +445,7 @@ def test_a_product_is_the_same_whenever_it_is_asked_for(way: dict[str, Any]) -> 
 @every_way
 def test_the_random_state_after_a_step_is_that_after_a_gradient_pass(way: dict[str, Any], fail: Any) -> None:
     task = Task(model=noisy)
-    optimizer = BlockHF(blocks.by_layer(task.model), max_cg_steps=3, **way)
+    optimizer = BlockHF.martens(blocks.by_layer(task.model), max_cg_steps=3, **way)
     twin = task.copy()
     for seed in range(2):
         torch.manual_seed(seed)
@@ -460,7 +460,7 @@ def test_the_random_state_after_a_step_is_that_after_a_gradient_pass(way: dict[s
 def test_the_gradient_pass_draws_as_a_plain_pass_would() -> None:
     task = Task(model=noisy)
     twin = task.copy()
-    optimizer = BlockHF(blocks.by_layer(task.model), curvature_batch_size=6)
+    optimizer = BlockHF.martens(blocks.by_layer(task.model), curvature_batch_size=6)
     torch.manual_seed(5)
     loss = optimizer.step(task.objective, task.batch)
     torch.manual_seed(5)
@@ -482,7 +482,7 @@ def statistics(model: nn.Module) -> dict[str, Tensor]:
 )
 def test_running_statistics_move_once_a_step_and_as_in_a_plain_pass(search: Any, way: dict[str, Any]) -> None:
     task = Task(model=noisy)
-    optimizer = BlockHF(blocks.by_layer(task.model), lr=0.3, max_cg_steps=3, search=search, **way)
+    optimizer = BlockHF.martens(blocks.by_layer(task.model), lr=0.3, max_cg_steps=3, search=search, **way)
     for step in range(1, 4):
         twin = task.copy()
         parts = torch.split(twin.batch[0], way.get("micro_batch_size", 16))
@@ -502,7 +502,7 @@ def test_directions_move_the_running_statistics_once() -> None:
     torch.manual_seed(0)
     twin.model(twin.batch[0])
     torch.manual_seed(0)
-    BlockHF(blocks.by_layer(task.model), curvature_batch_size=6).direction(task.objective, task.batch)
+    BlockHF.martens(blocks.by_layer(task.model), curvature_batch_size=6).direction(task.objective, task.batch)
     assert equal(statistics(task.model), statistics(twin.model))
     assert not equal(statistics(task.model), statistics(Task(model=noisy).model))
 
@@ -511,7 +511,7 @@ def test_in_eval_mode_nothing_moves_but_the_parameters() -> None:
     task = Task(model=noisy)
     task.model.eval()
     before, start = statistics(task.model), values(task.model)
-    optimizer = BlockHF(blocks.by_layer(task.model), curvature_batch_size=6)
+    optimizer = BlockHF.martens(blocks.by_layer(task.model), curvature_batch_size=6)
     optimizer.step(task.objective, task.batch)
     assert optimizer.report.accepted
     assert equal(statistics(task.model), before)

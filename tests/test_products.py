@@ -133,7 +133,7 @@ def test_an_epoch_with_a_partial_last_batch_is_traced_twice_and_the_next_epochs_
     num_traces: list[int],
 ) -> None:
     model = mlp(3, 4, 2)
-    optimizer = BlockHF(blocks.by_layer(model), products=Traced())
+    optimizer = BlockHF.martens(blocks.by_layer(model), products=Traced())
     for _ in range(3):
         for num_samples in (8, 8, 8, 5):
             step(optimizer, model, num_samples)
@@ -142,7 +142,7 @@ def test_an_epoch_with_a_partial_last_batch_is_traced_twice_and_the_next_epochs_
 
 def test_a_last_batch_that_is_dropped_leaves_one_trace(num_traces: list[int]) -> None:
     model = mlp(3, 4, 2)
-    optimizer = BlockHF(blocks.by_layer(model), products=Traced())
+    optimizer = BlockHF.martens(blocks.by_layer(model), products=Traced())
     for _ in range(5):
         step(optimizer, model, 8)
     assert num_traces == [1]
@@ -159,7 +159,7 @@ def test_another_mode_or_other_parameters_are_traced_anew(
     change: Callable[[nn.Module], Any], num_traces: list[int]
 ) -> None:
     model = mlp(3, 4, 2)
-    optimizer = BlockHF(blocks.by_layer(model), products=Traced())
+    optimizer = BlockHF.martens(blocks.by_layer(model), products=Traced())
     step(optimizer, model, 8)
     change(model)
     step(optimizer, model, 8)
@@ -169,7 +169,7 @@ def test_another_mode_or_other_parameters_are_traced_anew(
 
 def test_no_more_traces_are_remembered_than_allowed(num_traces: list[int]) -> None:
     model = mlp(3, 4, 2)
-    optimizer = BlockHF(blocks.single(model), products=Traced(max_traces=1))
+    optimizer = BlockHF.martens(blocks.single(model), products=Traced(max_traces=1))
     for num_samples in (8, 5, 8):
         step(optimizer, model, num_samples)
     assert num_traces == [3]
@@ -208,7 +208,7 @@ def test_an_objective_that_always_changes_ends_in_a_tracing_error() -> None:
         outputs = model(batch[0])
         return outputs, calls[0] * F.mse_loss(outputs, batch[1])
 
-    optimizer = BlockHF(blocks.single(model), products=Traced())
+    optimizer = BlockHF.martens(blocks.single(model), products=Traced())
     with pytest.raises(TracingError, match=r"changes from call to call|is off by"):
         optimizer.step(objective, data(8))
 
@@ -236,7 +236,7 @@ def test_where_tracing_fails_one_warning_says_why_and_the_step_is_that_of_the_do
     losses = {}
     for way in (Auto(), DoubleBackward()):
         model = mlp(3, 40, 2)
-        optimizer = BlockHF(
+        optimizer = BlockHF.martens(
             blocks.single(model), products=way, max_cg_steps=3, micro_batch_size=micro_batch_size
         )
         with warnings.catch_warnings(record=True) as caught:
@@ -253,7 +253,7 @@ def test_where_tracing_fails_one_warning_says_why_and_the_step_is_that_of_the_do
 @pytest.mark.usefixtures("nothing_is_too_small")
 def test_a_small_block_is_formed_and_a_large_one_is_traced_and_the_report_says_so() -> None:
     model = mlp(3, 4000, 5, 2)
-    optimizer = BlockHF(blocks.by_layer(model), max_cg_steps=100, cg_progress=0.0)
+    optimizer = BlockHF.martens(blocks.by_layer(model), max_cg_steps=100, cg_progress=0.0)
     step(optimizer, model, 8)
     assert optimizer.report is not None
     first, middle, last = (block.products for block in optimizer.report.blocks)
@@ -265,7 +265,7 @@ def test_a_small_block_is_formed_and_a_large_one_is_traced_and_the_report_says_s
 
 def test_a_tiny_problem_is_left_to_the_double_backward() -> None:
     model = mlp(3, 4, 2)
-    optimizer = BlockHF(blocks.by_layer(model))
+    optimizer = BlockHF.martens(blocks.by_layer(model))
     step(optimizer, model, 8)
     assert optimizer.report is not None
     assert {block.products for block in optimizer.report.blocks} == {
@@ -279,7 +279,7 @@ def test_the_choice_is_the_same_each_time() -> None:
     notes = set()
     for _ in range(3):
         model = mlp(3, 60, 5, 2)
-        optimizer = BlockHF(blocks.by_layer(model), max_cg_steps=12)
+        optimizer = BlockHF.martens(blocks.by_layer(model), max_cg_steps=12)
         step(optimizer, model, 8)
         assert optimizer.report is not None
         notes.add(tuple(block.products.split(" in ")[0] for block in optimizer.report.blocks))
@@ -356,7 +356,7 @@ def test_cholesky_leaves_a_singular_matrix_to_cg() -> None:
 @pytest.mark.parametrize("way", [Traced(), Formed()], ids=["traced", "formed"])
 def test_an_objective_without_a_batch_is_refused(way: Any) -> None:
     model, batch = mlp(3, 4, 2), data(8)
-    optimizer = BlockHF(blocks.single(model), products=way)
+    optimizer = BlockHF.martens(blocks.single(model), products=way)
     with pytest.raises((TracingError, FormingError), match="no arguments"):
         optimizer.step(lambda: squares(model)(batch))
 
@@ -364,12 +364,12 @@ def test_an_objective_without_a_batch_is_refused(way: Any) -> None:
 def test_only_gauss_newton_is_formed_and_random_draws_are_not_traced() -> None:
     model = mlp(3, 4, 2)
     with pytest.raises(FormingError, match="EmpiricalFisher is not formed"):
-        step(BlockHF(blocks.single(model), curvature=EmpiricalFisher(), products=Formed()), model, 8)
+        step(BlockHF.martens(blocks.single(model), curvature=EmpiricalFisher(), products=Formed()), model, 8)
     drawn = MonteCarloFisher(lambda mean: torch.distributions.Normal(mean, 1.0))
     with pytest.raises(TracingError, match="Monte-Carlo"):
-        step(BlockHF(blocks.single(model), curvature=drawn, products=Traced()), model, 8)
+        step(BlockHF.martens(blocks.single(model), curvature=drawn, products=Traced()), model, 8)
     with pytest.raises(FormingError, match="more than max_size, 10"):
-        step(BlockHF(blocks.single(model), products=Formed(max_size=10)), model, 8)
+        step(BlockHF.martens(blocks.single(model), products=Formed(max_size=10)), model, 8)
 
 
 def test_a_parameter_that_no_module_owns_cannot_be_traced() -> None:
@@ -380,7 +380,7 @@ def test_a_parameter_that_no_module_owns_cannot_be_traced() -> None:
         return outputs, F.mse_loss(outputs, batch[1])
 
     with pytest.raises(TracingError, match="1 parameters are owned by no module"):
-        BlockHF([weight], products=Traced()).step(objective, data(8))
+        BlockHF.martens([weight], products=Traced()).step(objective, data(8))
 
 
 def test_tracing_leaves_buffers_flags_and_random_numbers_alone() -> None:
@@ -418,7 +418,7 @@ def test_residuals_of_micro_batches_are_kept_as_far_as_the_budget_goes() -> None
 
 def test_traces_are_not_pickled_or_copied_and_are_made_again(num_traces: list[int]) -> None:
     model = mlp(3, 4, 2)
-    optimizer = BlockHF(blocks.single(model), products=Traced())
+    optimizer = BlockHF.martens(blocks.single(model), products=Traced())
     step(optimizer, model, 8)
     other_model, other = pickle.loads(pickle.dumps((model, optimizer)))
     step(optimizer, model, 8)
@@ -451,7 +451,7 @@ def test_without_a_compiler_products_run_plain_after_a_warning(monkeypatch: pyte
 
     monkeypatch.setattr(torch, "compile", broken)
     model = mlp(3, 4, 2)
-    optimizer = BlockHF(blocks.single(model), products=Traced(compile=True))
+    optimizer = BlockHF.martens(blocks.single(model), products=Traced(compile=True))
     with pytest.warns(UserWarning, match=r"torch.compile failed .*no C\+\+ compiler.*run without it"):
         step(optimizer, model, 8)
     step(optimizer, model, 8)

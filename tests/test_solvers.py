@@ -437,10 +437,10 @@ def test_the_model_falls_at_every_step(preconditioned: bool) -> None:
 
 def test_the_solver_of_blocks_solves_each_with_its_own_options() -> None:
     systems = [
-        System(Dense(spd(9)), vector(9), rtol=1e-9, max_steps=90),
-        System(Dense(spd(5)), vector(5), start=vector(5, 2), max_steps=2, record=1.0),
-        System(Dense(spd(7)), vector(7), preconditioner=Dense(torch.linalg.inv(spd(7))), rtol=1e-6),
-        System(Dense(spd(80, condition=1e5)), vector(80), progress=0.05, max_steps=80),
+        System(0, Dense(spd(9)), vector(9), rtol=1e-9, max_steps=90),
+        System(1, Dense(spd(5)), vector(5), start=vector(5, 2), max_steps=2, record=1.0),
+        System(2, Dense(spd(7)), vector(7), preconditioner=Dense(torch.linalg.inv(spd(7))), rtol=1e-6),
+        System(3, Dense(spd(80, condition=1e5)), vector(80), progress=0.05, max_steps=80),
     ]
     solutions = ConjugateGradient(check_every=3).solve(systems, matrix=None)  # type: ignore[arg-type]
     assert [str(solution.status) for solution in solutions] == [

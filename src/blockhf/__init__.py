@@ -11,33 +11,63 @@ from blockhf.curvature import (
     MonteCarloFisher,
     Traced,
 )
-from blockhf.damping import Constant, LevenbergMarquardt
+from blockhf.damping import ByCoefficient, Constant, LevenbergMarquardt
 from blockhf.optimizer import BlockHF
+from blockhf.preconditioners import (
+    CurvatureDraws,
+    Diagonal,
+    Hutchinson,
+    Identity,
+    Kronecker,
+    Nystrom,
+    SignedGradients,
+)
 from blockhf.report import BlockReport, StepReport
-from blockhf.search import Backtracking, BestIterate, FixedStep
-from blockhf.solvers import Cholesky, ConjugateGradient, Status, conjugate_gradient
+from blockhf.sampling import AllSamples, NoiseScale
+from blockhf.search import Backtracking, BestIterate, FixedStep, Subspace
+from blockhf.solvers import (
+    Cholesky,
+    ConjugateGradient,
+    GaussSeidel,
+    Precondition,
+    Status,
+    conjugate_gradient,
+)
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "AllSamples",
     "Auto",
     "Backtracking",
     "BestIterate",
     "BlockHF",
     "BlockReport",
+    "ByCoefficient",
     "Cholesky",
     "ConjugateGradient",
     "Constant",
+    "CurvatureDraws",
+    "Diagonal",
     "DoubleBackward",
     "EmpiricalFisher",
     "FixedStep",
     "Formed",
     "GaussNewton",
+    "GaussSeidel",
     "Hessian",
+    "Hutchinson",
+    "Identity",
+    "Kronecker",
     "LevenbergMarquardt",
     "MonteCarloFisher",
+    "NoiseScale",
+    "Nystrom",
+    "Precondition",
+    "SignedGradients",
     "Status",
     "StepReport",
+    "Subspace",
     "Traced",
     "blocks",
     "conjugate_gradient",

@@ -394,7 +394,7 @@ class Problem:
         return parts
 
     def matrix(self, num_products: Sequence[int] = ()) -> BlockMatrix:
-        """The curvature on the curvature batch, ready for about ``num_products[b]`` products with block ``b``.
+        """The curvature on the curvature batch, ready for about so many products with each block.
 
         It is made once; whoever asks again gets the same.
         """
@@ -446,9 +446,9 @@ class Problem:
 
     def run(self, part: Part) -> Tensor:
         """A forward pass over a part that leaves no trace; returns the loss."""
-        with self._frozen(), IsolatedBuffers(), twice_differentiable():
-            with self.meter.counting("forward", part.shapes):
-                evaluation = part.evaluate()
+        counting = self.meter.counting("forward", part.shapes)
+        with self._frozen(), IsolatedBuffers(), twice_differentiable(), counting:
+            evaluation = part.evaluate()
         self.work.evaluated_samples += evaluation.num_samples or 1
         return evaluation.loss.detach()
 

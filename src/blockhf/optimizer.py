@@ -13,14 +13,14 @@ from torch.optim import Optimizer
 
 from blockhf.blocks import Block, check_block
 from blockhf.curvature import Auto, Curvature, GaussNewton, Products
-from blockhf.damping import ByCoefficient, Constant, DampingRule, Outcome
+from blockhf.damping import ByCoefficient, Constant, DampingRule, LevenbergMarquardt, Outcome
 from blockhf.flops import Meter
 from blockhf.objective import Objective, Problem, Reduction, batch_size, take
 from blockhf.operators import BlockMatrix, Counted, Damped, DiagonalBlock
 from blockhf.preconditioners import Identity, Kronecker, Preconditioner
 from blockhf.report import BlockReport, StepReport, Stopwatch
 from blockhf.sampling import AllSamples, NoiseScale, Sampling, Spent
-from blockhf.search import Choice, FixedStep, Proposal, Search, Subspace
+from blockhf.search import Backtracking, Choice, FixedStep, Proposal, Search, Subspace
 from blockhf.solvers import BlockSolver, Cholesky, ConjugateGradient, Solution, Status, System
 
 # The policies, and the method by which each is asked.
@@ -37,6 +37,16 @@ _FEWEST_SAMPLES = 600
 """Curvature is taken from at least so many samples, if there are as many, where a share is asked for."""
 
 _SETTINGS = ("curvature_batch_size", "micro_batch_size", "reduction", "measure_memory")
+
+
+def _plain() -> dict[str, Any]:
+    """CG alone, on the whole batch."""
+    return {
+        "curvature_batch_size": None,
+        "solver": ConjugateGradient(),
+        "preconditioner": Identity(),
+        "sampling": AllSamples(),
+    }
 
 
 class BlockHF(Optimizer):
@@ -175,14 +185,40 @@ class BlockHF(Optimizer):
             cg_rtol=cg_rtol,
             cg_progress=0.0,
             warm_start=warm_start,
-            **{
-                "curvature_batch_size": None,
-                "search": FixedStep(),
-                "solver": ConjugateGradient(),
-                "preconditioner": Identity(),
-                "sampling": AllSamples(),
-                **options,
-            },
+            **{"search": FixedStep(), **_plain(), **options},
+        )
+
+    @classmethod
+    def martens(
+        cls,
+        params: Iterable[Any],
+        *,
+        damping: float | DampingRule | None = None,
+        max_cg_steps: int = 50,
+        cg_progress: float = 5e-4,
+        warm_start: float = 0.95,
+        **options: Any,
+    ) -> BlockHF:
+        """Hessian-free optimization as Martens (2010) has it, in blocks.
+
+        Plain CG until it makes little progress, warm-started, with Levenberg-Marquardt damping and
+        backtracking.
+
+        Args:
+            params: As for ``BlockHF``.
+            damping: A number, or a rule that adapts it.
+            max_cg_steps: The most CG iterations.
+            cg_progress: His stopping rule's constant.
+            warm_start: How much of the last solution CG starts from.
+            options: Further options of ``BlockHF``.
+        """
+        return cls(
+            params,
+            damping=LevenbergMarquardt() if damping is None else damping,
+            max_cg_steps=max_cg_steps,
+            cg_progress=cg_progress,
+            warm_start=warm_start,
+            **{"search": Backtracking(), **_plain(), **options},
         )
 
     @torch.enable_grad()
@@ -295,7 +331,7 @@ class BlockHF(Optimizer):
                 solution.status is Status.NONPOSITIVE_CURVATURE for solution in found.solutions
             ):
                 return found.failed("no block has a direction of positive curvature")
-            if not self.search.uses_curvature or problem.held_out_batch is not None:
+            if not getattr(self.search, "uses_curvature", False) or problem.held_out_batch is not None:
                 problem.release()
         return found
 
@@ -343,7 +379,9 @@ class BlockHF(Optimizer):
         held_out = None
         if batch is not None:
             num_available = batch_size(batch)
-            num_held_out = self.search.num_held_out(num_available)
+            num_held_out = 0
+            if hasattr(self.search, "num_held_out"):
+                num_held_out = self.search.num_held_out(num_available)
             if num_held_out > 0:
                 held_out = take(batch, num_available - num_held_out, num_available)
             num_samples = self.sampling.size(num_available - num_held_out)

@@ -71,7 +71,8 @@ class Choice:
         change: The change of the loss that the blocks' models foretell for the update.
         loss: The loss after the update, where the search knows it.
         before: The loss before it, where that is on other samples than the gradient's.
-        signal: The slope along the directions on samples that the gradient has not seen, over that on its own.
+        signal: The slope along the directions on samples that the gradient has not seen, over that on its
+            own.
         coefficients: For each block the share of its direction in the update.
         lengths: For each block the share of its direction that would be best if the others stood still,
             shortened as the update was; where it is not known, the coefficients.
@@ -87,17 +88,13 @@ class Choice:
     lengths: Sequence[float] = ()
 
 
-class _InSample:
-    """What the searches have in common that look at the gradient's own samples."""
-
-    uses_curvature = False
-
-    def num_held_out(self, num_samples: int) -> int:
-        return 0
-
-
 class Search(Protocol):
-    """A rule for the length of the step."""
+    """A rule for the length of the step.
+
+    A search that wants samples for itself also has ``num_held_out(num_samples)``: how many of a batch
+    gradient and curvature shall leave to it. One that multiplies with the problem's matrix has a true
+    ``uses_curvature``; otherwise the matrix is let go of before.
+    """
 
     @property
     def evaluates(self) -> bool:
@@ -109,20 +106,11 @@ class Search(Protocol):
         """The growth of the intervals at which the solver shall keep iterates, if at all."""
         ...
 
-    @property
-    def uses_curvature(self) -> bool:
-        """Whether the search multiplies with the matrix, which is otherwise let go of before."""
-        ...
-
-    def num_held_out(self, num_samples: int) -> int:
-        """How many samples of the batch gradient and curvature shall leave to the search."""
-        ...
-
     def choose(self, problem: Problem, loss: float, proposals: Sequence[Proposal]) -> Choice: ...
 
 
 @dataclass(frozen=True)
-class FixedStep(_InSample):
+class FixedStep:
     """``lr`` times the direction, whatever comes; the paper's choice.
 
     Args:
@@ -145,7 +133,7 @@ class FixedStep(_InSample):
 
 
 @dataclass(frozen=True)
-class Backtracking(_InSample):
+class Backtracking:
     r"""Shrink the step until the loss on the gradient batch falls by enough (Armijo, 1966).
 
     Takes the first :math:`\alpha = 1, s, s^2, \ldots` with
@@ -187,7 +175,7 @@ class Backtracking(_InSample):
 
 
 @dataclass(frozen=True)
-class BestIterate(_InSample):
+class BestIterate:
     """The best of the iterates that conjugate gradients passed (Martens, 2010, section 4.6).
 
     Goes back from the last iterate for as long as the loss on the gradient batch falls. Late iterates
@@ -259,7 +247,7 @@ class Subspace:
         self,
         *,
         held_out: float = 0.25,
-        max_held_out: int = 1024,
+        max_held_out: int = 512,
         momentum: bool = True,
         damping: float = 1e-3,
         floor: float = 1e-5,
@@ -370,7 +358,7 @@ class Subspace:
             return None
         # By eigenvalues, because the Hessian, or rounding, may leave some negative.
         values, vectors = torch.linalg.eigh((scaled + scaled.T) / 2)
-        coefficients = vectors @ ((vectors.T @ (-slopes * scale)) / values.abs().clamp_min(1e-6))
+        coefficients: Tensor = vectors @ ((vectors.T @ (-slopes * scale)) / values.abs().clamp_min(1e-6))
         return coefficients * scale
 
     @staticmethod

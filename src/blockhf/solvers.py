@@ -148,7 +148,10 @@ def conjugate_gradient(
         end = _first(end, ~curvature.isfinite(), _NON_FINITE)
         end = _first(end, (curvature <= 0) | (rz <= 0), _NONPOSITIVE)
         r.addcmul_(Ap, alpha, value=-1)
-        z = r if preconditioner is None else preconditioner @ r
+        if preconditioner is None:
+            z = r
+        elif step < max_steps:  # after the last step there is no next direction
+            z = preconditioner @ r
         rz_new = r @ z
         rr_new = rz_new if preconditioner is None else r @ r
         beta = rz_new / rz

@@ -71,7 +71,8 @@ class Diagonal:
     r"""Divides by :math:`(d + \lambda)^\alpha` with ``d`` an estimate of the matrix's diagonal.
 
     Args:
-        estimator: Where the diagonal comes from: ``CurvatureDraws()``, ``SignedGradients()``, ``Hutchinson()``.
+        estimator: Where the diagonal comes from: ``CurvatureDraws()``, ``SignedGradients()`` or
+            ``Hutchinson()``.
         exponent: :math:`\alpha`; Martens (2010, section 4.7) takes 0.75 with ``SignedGradients()``.
         decay: The most weight that the average over the steps gives to the past.
         seed: Of the random numbers, which leave torch's own alone.

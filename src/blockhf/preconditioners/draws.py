@@ -107,5 +107,7 @@ def _square_root(product: Callable[[Tensor], Tensor], start: Tensor) -> Tensor:
         off = torch.stack(beside, 1)
         T = T + torch.diag_embed(off, 1) + torch.diag_embed(off, -1)
     values, vectors = torch.linalg.eigh(T)
-    first = (vectors * values.clamp_min(0).sqrt()[:, None, :]) @ vectors[:, 0, :, None]
-    return lengths * torch.stack([first[:, i] * vector for i, vector in enumerate(basis)]).sum(0)
+    first: Tensor = (vectors * values.clamp_min(0).sqrt()[:, None, :]) @ vectors[:, 0, :, None]
+    total: Tensor = torch.stack([first[:, i] * vector for i, vector in enumerate(basis)]).sum(0)
+    scaled: Tensor = lengths * total
+    return scaled

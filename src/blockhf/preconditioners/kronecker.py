@@ -128,9 +128,10 @@ class Kronecker:
         everything = [group for own in groups.values() for group in own]
         factored = [(group, use) for group in everything if group.factored for use in uses[group.weight]]
         rest = [group for group in everything if not group.factored]
+        wanted: list[Any] = [GradientEdge(use.node, 0) for _, use in factored]
         gradients = torch.autograd.grad(
             evaluation.outputs,
-            [GradientEdge(use.node, 0) for _, use in factored] + [group.weight for group in rest],
+            wanted + [group.weight for group in rest],
             [cotangent * scale for cotangent in draw],
             retain_graph=True,  # the inputs are still read from it
             allow_unused=True,
@@ -268,8 +269,8 @@ class _Use:
             options = [(1, *options[0]), (0, *options[1]), (1, *options[2])]
         size = weight[0].numel() * gradient[0, 0].numel()
         step = max(1, _CHUNK // size)
-        for chunk, own in zip(inputs.split(step), gradient.split(step), strict=True):
-            patches = F.unfold(chunk, kernel, *options).transpose(1, 2).flatten(0, 1)
+        for chunk, own in zip(torch.split(inputs, step), torch.split(gradient, step), strict=True):
+            patches = F.unfold(chunk, tuple(kernel), *options).transpose(1, 2).flatten(0, 1)
             yield patches, own.flatten(2).transpose(1, 2).flatten(0, 1)
 
 
@@ -312,7 +313,7 @@ def _find_uses(outputs: Sequence[Tensor], blocks: Sequence[Block]) -> dict[Tenso
     params = {param for block in blocks for param in block.params}
     uses: dict[Tensor, list[_Use]] = {}
     seen: set[Any] = set()
-    todo = [get_gradient_edge(output).node for output in outputs]
+    todo: list[Any] = [get_gradient_edge(output).node for output in outputs]
     while todo:
         node = todo.pop()
         if node is None or node in seen:

@@ -17,8 +17,11 @@ class Nystrom:
     r"""Inverts the largest eigenvalues, as far as a random sketch shows them.
 
     With :math:`U \Lambda U^\top` the Nyström approximation of the block's matrix of rank ``r`` the inverse is
-    :math:`(\lambda_r + \lambda)\, U (\Lambda + \lambda)^{-1} U^\top + (I - U U^\top)`. The sketch takes as many
-    products as its rank, so it pays where it is used for several steps or where CG takes many.
+
+    .. math:: (\lambda_r + \lambda)\, U (\Lambda + \lambda)^{-1} U^\top + (I - U U^\top).
+
+    The sketch takes as many products as its rank, so it pays where it is used for several steps or where CG
+    takes many.
 
     Args:
         rank: Products for a sketch, and eigenvalues that are inverted.
