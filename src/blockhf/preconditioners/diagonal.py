@@ -144,6 +144,8 @@ def _squares(
     with torch.enable_grad():
         for part in problem.curvature_parts():
             evaluation = problem.linearizable(part, fresh=True)
+            if not evaluation.outputs:  # the loss alone: nothing is known, and all entries are alike
+                break
             for _ in range(num_draws):
                 with problem.meter.counting("diagonal", part.shapes):
                     cotangents = draw(evaluation, generator)

@@ -56,7 +56,7 @@ class Kronecker:
     def prepare(
         self, problem: Problem, matrix: BlockMatrix, dampings: Sequence[float]
     ) -> Sequence[LinearOperator | None]:
-        """The inverses; none for blocks whose matrix is there."""
+        """The inverses; none for blocks whose matrix is there, nor where the objective gives no outputs."""
         formed = getattr(matrix, "dense", {})
         chosen = [index for index in range(len(problem.blocks)) if index not in formed]
         if not chosen:
@@ -64,11 +64,19 @@ class Kronecker:
         self._num_steps += 1
         blocks = [problem.blocks[index] for index in chosen]
         groups = self._measure(problem, blocks)
-        if self._num_steps <= self.every or self._num_steps % self.every == 0:
-            with problem.meter.counting("inversion", tuple(block.name for block in blocks)):
-                for index in chosen:
-                    self._invert(groups[problem.blocks[index].name], dampings[index])
         inverses: list[LinearOperator | None] = [None] * len(problem.blocks)
+        if not groups:
+            return inverses
+        due = self._num_steps <= self.every or self._num_steps % self.every == 0
+        late = [
+            index
+            for index in chosen
+            if due or any(map(self._lacks_inverse, groups[problem.blocks[index].name]))
+        ]
+        if late:
+            with problem.meter.counting("inversion", *(problem.blocks[index].name for index in late)):
+                for index in late:
+                    self._invert(groups[problem.blocks[index].name], dampings[index])
         for index in chosen:
             block = problem.blocks[index]
             inverses[index] = _Inverse(
@@ -98,6 +106,8 @@ class Kronecker:
         with torch.enable_grad():
             for part in problem.curvature_parts():
                 evaluation = problem.linearizable(part, fresh=True)
+                if not evaluation.outputs:  # the loss alone, as will do for the Hessian
+                    return {}
                 with problem.meter.counting("factors", part.shapes, tuple(block.name for block in blocks)):
                     uses = _find_uses(evaluation.outputs, blocks)
                     groups = _grouped(uses, blocks)
@@ -106,13 +116,18 @@ class Kronecker:
         for key, own in totals.finish().items():
             if not all(bool(tensor.isfinite().all()) for tensor in own.values()):
                 continue
-            known = self._factors.setdefault(key, {})
+            known = self._factors.get(key, {})
+            if any(name not in known or known[name].shape != tensor.shape for name, tensor in own.items()):
+                # New, or what is known belongs to a parameter that had this place before others were frozen.
+                self._factors[key] = dict(own)
+                continue
             for name, tensor in own.items():
-                if name in known and known[name].shape == tensor.shape:
-                    known[name].mul_(weight).add_(tensor, alpha=1 - weight)
-                else:
-                    known[name] = tensor
+                known[name].mul_(weight).add_(tensor, alpha=1 - weight)
         return groups
+
+    def _lacks_inverse(self, group: _Group) -> bool:
+        own = self._factors.get(group.key, {})
+        return group.factored and "inputs" in own and "inverse inputs" not in own
 
     def _backward(
         self,
@@ -174,11 +189,13 @@ class _Inverse:
         with self.meter.counting("preconditioner", self.block.name):
             for group in self.groups:
                 own = self.factors.get(group.key, {})
-                if "inverse inputs" in own:
+                if group.factored and "inverse inputs" in own:
                     for index, result in group.split(self._solve(own, group.join(pieces))):
                         results[index] = result
                 else:
-                    results[group.index] = self._scale(own.get("diagonal"), pieces[group.index])
+                    diagonal = None if group.factored else own.get("diagonal")
+                    for index in group.members:
+                        results[index] = self._scale(diagonal, pieces[index])
         return self.block.flatten(results)
 
     def _solve(self, own: Mapping[str, Tensor], matrix: Tensor) -> Tensor:
@@ -210,6 +227,11 @@ class _Group:
     factored: bool = False
     flipped: bool = False
     bias: int | None = None
+
+    @property
+    def members(self) -> list[int]:
+        """Where its parameters are in the block."""
+        return [self.index] if self.bias is None else [self.index, self.bias]
 
     def join(self, pieces: Sequence[Tensor]) -> Tensor:
         """Cotangents by inputs; the bias is the last column."""
