@@ -17,12 +17,13 @@ class Outcome:
     Attributes:
         accepted: Whether the parameters moved.
         ratio: Actual over predicted reduction of the loss; ``None`` where the loss was not evaluated.
-        coefficient: The share of the block's direction that was taken.
+        coefficient: The share of the block's direction that was taken; ``None`` where another optimizer
+            takes the step.
     """
 
     accepted: bool
     ratio: float | None = None
-    coefficient: float = 1.0
+    coefficient: float | None = None
 
 
 class DampingRule(Protocol):
@@ -109,9 +110,10 @@ class ByCoefficient:
         _check_adaptive(self)
 
     def update(self, damping: float, outcome: Outcome) -> float:
-        if not outcome.accepted or outcome.coefficient < self.bad:
+        share = outcome.coefficient
+        if not outcome.accepted or (share is not None and share < self.bad):
             damping /= self.factor
-        elif outcome.coefficient > self.good:
+        elif share is not None and share > self.good:
             damping *= self.factor
         return min(max(damping, self.floor), self.ceiling)
 

@@ -250,10 +250,10 @@ class BlockHF(Optimizer):
     def direction(self, objective: Objective, batch: Any = None, curvature: Any = None) -> Tensor:
         """Write the negated directions into ``.grad`` and leave the parameters to another optimizer.
 
-        Arguments and result are those of ``step``. Where the directions cannot be had, because something
+        Arguments and result are those of ``step``. No samples are held out. Where the directions cannot be had, because something
         is not finite, ``.grad`` becomes ``None``, and other optimizers skip the parameter.
         """
-        with self._problem(objective, batch, curvature) as problem:
+        with self._problem(objective, batch, curvature, searches=False) as problem:
             watch = Stopwatch(problem.devices[0], memory=self.measure_memory)
             found = self._directions(problem, watch)
             if found.reason is not None:
@@ -349,9 +349,8 @@ class BlockHF(Optimizer):
             before = float(found.loss) if choice.before is None else choice.before
             ratio = (choice.loss - before) / choice.change
         self.report = self._report(found, choice, accepted=True, ratio=ratio)
-        self._adapt(
-            found, choice, [Outcome(True, ratio, share) for share in choice.lengths or found.shares(choice)]
-        )
+        shares = choice.lengths or choice.coefficients or [None] * len(found.groups)
+        self._adapt(found, choice, [Outcome(True, ratio, share) for share in shares])
         return found.loss
 
     def _reject(self, found: _Found, choice: Choice) -> Tensor:
@@ -366,7 +365,9 @@ class BlockHF(Optimizer):
         for group, outcome in zip(found.groups, outcomes, strict=True):
             group["damping"] = self.damping.update(float(group["damping"]), outcome)
 
-    def _problem(self, objective: Objective, batch: Any, curvature: Any) -> Problem:
+    def _problem(
+        self, objective: Objective, batch: Any, curvature: Any, *, searches: bool = True
+    ) -> Problem:
         for group in self.param_groups:
             _check_options(group["name"], group)
         blocks = []
@@ -380,11 +381,13 @@ class BlockHF(Optimizer):
         if batch is not None:
             num_available = batch_size(batch)
             num_held_out = 0
-            if hasattr(self.search, "num_held_out"):
+            if searches and hasattr(self.search, "num_held_out"):
                 num_held_out = self.search.num_held_out(num_available)
             if num_held_out > 0:
                 held_out = take(batch, num_available - num_held_out, num_available)
-            num_samples = self.sampling.size(num_available - num_held_out)
+            num_samples = num_available - num_held_out
+            if num_held_out > 0 or not getattr(self.sampling, "needs_signal", False):
+                num_samples = self.sampling.size(num_samples)
             if num_samples < num_available:
                 batch = take(batch, 0, num_samples)
             if curvature is None:

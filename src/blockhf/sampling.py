@@ -29,7 +29,11 @@ class Spent:
 
 
 class Sampling(Protocol):
-    """Chooses the size of the gradient's sample."""
+    """Chooses the size of the gradient's sample.
+
+    One with a true ``needs_signal`` is asked only where samples are held out, on which the noise can be seen;
+    elsewhere the whole batch is taken.
+    """
 
     def size(self, num_available: int) -> int: ...
 
@@ -68,6 +72,8 @@ class NoiseScale:
     >>> sampling.size(4000)  # the square root of 1000 times 4000 is 2000, but not all at once
     1300
     """
+
+    needs_signal = True
 
     def __init__(
         self, *, start: float = 0.25, least: float = 0.1, change: float = 1.3, memory: float = 0.8
