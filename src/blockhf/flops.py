@@ -99,6 +99,22 @@ class Meter:
         self.totals[kind] = self.totals.get(kind, 0) + flops
 
     @contextlib.contextmanager
+    def once(self) -> Iterator[None]:
+        """Put what is counted inside under ``"checks"``.
+
+        Such work is done once for an objective, and again by a run that is resumed, so that no decision may
+        go by it.
+        """
+        before = dict(self.totals)
+        try:
+            yield
+        finally:
+            spent = self.total - sum(before.values())
+            self.totals.clear()
+            self.totals.update(before)
+            self.add("checks", spent)
+
+    @contextlib.contextmanager
     def counting(self, kind: str, *key: Hashable) -> Iterator[None]:
         """Count what happens inside, which must be the same amount of work for the same kind and key.
 

@@ -579,7 +579,8 @@ class _Found:
         problem = self.problem
         gradient = problem.meter.totals.get("gradient", 0)
         per_sample = gradient / max(problem.work.gradient_samples, 1)
-        rest = (problem.meter.total - problem.num_samples * per_sample) / per_sample if per_sample else 0.0
+        total = problem.meter.total - problem.meter.totals.get("checks", 0)
+        rest = (total - problem.num_samples * per_sample) / per_sample if per_sample else 0.0
         return Spent(problem.num_samples, choice.signal, rest)
 
     def shares(self, choice: Choice) -> Sequence[float]:

@@ -117,7 +117,7 @@ class Auto:
         part = problem.curvature_parts()[0]
         num_samples = batch_size(part.batch)
         if num_samples not in self._forward:
-            with FlopCounterMode(display=False) as counter:
+            with problem.meter.once(), FlopCounterMode(display=False) as counter:
                 problem.run(part)
             self._forward[num_samples] = counter.get_total_flops()
         return self._forward[num_samples] / num_samples

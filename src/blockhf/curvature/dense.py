@@ -105,14 +105,15 @@ class Formed:
         key = tuple((id(module), module.training) for module in problem.modules)
         if key in self._checked:
             return
-        reference = DoubleBackward().linearize(curvature, problem)
-        formed = FormedMatrix(dict(zip(indices, matrices, strict=True)), lambda: reference)
-        for index, matrix in formed.dense.items():
-            if off := disagreement(formed, reference, index, len(matrix), matrix):
-                raise FormingError(
-                    f"the samples see each other: the matrix of block {problem.blocks[index].name!r}, formed "
-                    f"sample by sample, is off by {off:.1e}"
-                )
+        with problem.meter.once():
+            reference = DoubleBackward().linearize(curvature, problem)
+            formed = FormedMatrix(dict(zip(indices, matrices, strict=True)), lambda: reference)
+            for index, matrix in formed.dense.items():
+                if off := disagreement(formed, reference, index, len(matrix), matrix):
+                    raise FormingError(
+                        f"the samples see each other: the matrix of block {problem.blocks[index].name!r}, "
+                        f"formed sample by sample, is off by {off:.1e}"
+                    )
         self._checked.add(key)
 
 

@@ -109,7 +109,8 @@ class Traced:
         key = _signature(curvature, problem, part)
         known = key in self._traces
         if not known:
-            self._traces[key] = self._trace(curvature, problem, part)
+            with problem.meter.once():
+                self._traces[key] = self._trace(curvature, problem, part)
             if len(self._traces) > self.max_traces:
                 del self._traces[next(iter(self._traces))]
         matrix, loss = self._traces[key].at(problem, part)
