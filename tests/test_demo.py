@@ -20,12 +20,12 @@ from torch import nn
 
 import blockhf
 from blockhf import blocks, cli
-from blockhf.experiments import autoencoder, demo, figures
-from blockhf.experiments.data import Digits, digits
+from blockhf.experiments import autoencoder, demo, figures, files
+from blockhf.experiments.data import Pictures, digits
 
 
 @pytest.fixture(scope="module")
-def data() -> Digits:
+def data() -> Pictures:
     return digits()
 
 
@@ -82,7 +82,7 @@ def test_batches_are_the_same_for_all_and_each_picture_comes_once_in_a_round() -
     assert not torch.equal(torch.cat(first[:2]), torch.cat(first[2:]))
 
 
-def test_the_clock_runs_during_updates_alone(data: Digits, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_clock_runs_during_updates_alone(data: Pictures, monkeypatch: pytest.MonkeyPatch) -> None:
     now = 0.0
 
     def start(model: nn.Module) -> demo.Update:
@@ -117,7 +117,7 @@ def test_the_first_time_below_a_target_is_found() -> None:
     assert [run.first(target) for target in (40.0, 25.0, 10.0)] == [run.points[1], run.points[3], None]
 
 
-def test_block_hf_learns_and_is_ahead_of_hf_after_equal_updates(data: Digits) -> None:
+def test_block_hf_learns_and_is_ahead_of_hf_after_equal_updates(data: Pictures) -> None:
     """The demo's small setting; after 8 updates and with no clock, so it does not depend on the machine."""
     settings = demo.Settings.quick(seconds=1e6)
     errors = {}
@@ -158,7 +158,7 @@ def test_short_and_diverging_runs_can_be_drawn(errors: list[float]) -> None:
 def test_a_file_that_cannot_be_written_leaves_no_part_of_it(tmp_path: Path) -> None:
     (tmp_path / "results.json").mkdir()
     with pytest.raises(OSError, match=r"results\.json"):
-        demo._write(tmp_path / "results.json", b"x")
+        files.write(tmp_path / "results.json", b"x")
     assert [path.name for path in tmp_path.iterdir()] == ["results.json"]
 
 
@@ -237,7 +237,7 @@ def test_ctrl_c_keeps_what_was_recorded(
 
 
 def test_ctrl_c_before_anything_was_recorded(
-    monkeypatch: pytest.MonkeyPatch, data: Digits, tmp_path: Path
+    monkeypatch: pytest.MonkeyPatch, data: Pictures, tmp_path: Path
 ) -> None:
     def interrupted(*args: Any) -> None:
         raise KeyboardInterrupt
