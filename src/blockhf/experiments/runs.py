@@ -219,8 +219,7 @@ class Run:
         self.model: nn.Module = self.task.make_model()
         self.averaged: AveragedModel | None = None
         if self.task.averaging is not None:
-            average = get_ema_multi_avg_fn(self.task.averaging)  # type: ignore[no-untyped-call]
-            self.averaged = AveragedModel(self.model, multi_avg_fn=average)
+            self.averaged = AveragedModel(self.model, multi_avg_fn=_average(self.task))
         self.unit = costs.unit(self.task, self.model, self.train)
         self.method = self.spec.start(self.task, self.model, self.unit)
         files.write(config, files.to_json(wanted, indent=2))
@@ -406,6 +405,19 @@ def train(
             run.save()
             last = time.monotonic()
     return run.status
+
+
+def _average(task: Task) -> Callable[[Any, Any, Any], None]:
+    """How the averaged parameters follow the others."""
+
+    def average(averaged: Any, current: Any, num_averaged: Any) -> None:
+        assert task.averaging is not None
+        decay = task.averaging
+        if task.averaging_warm_up:
+            decay = min(decay, float((1 + num_averaged) / (10 + num_averaged)))
+        get_ema_multi_avg_fn(decay)(averaged, current, num_averaged)  # type: ignore[no-untyped-call]
+
+    return average
 
 
 def order(num_samples: int, seed: int, epoch: int) -> Tensor:

@@ -64,6 +64,8 @@ class Task:
         num_evaluated: How many training samples, from the front, the train metric is taken from.
         growth: The next evaluation is when updates have grown by this factor.
         averaging: Decay of the averaged parameters (Polyak) that are tested, if there are any.
+        averaging_warm_up: Whether the decay is (1 + n) / (10 + n) in update n while that is less, as short
+            runs would else be tested near their start. The paper has none.
         stop: When a run ends before its budget: see ``runs.Config``.
     """
 
@@ -84,6 +86,7 @@ class Task:
     num_evaluated: int
     growth: float = 1.1
     averaging: float | None = None
+    averaging_warm_up: bool = False
     stop: str = "budget"
 
     @property
@@ -127,6 +130,7 @@ class Task:
             "num_evaluated": self.num_evaluated,
             "growth": self.growth,
             "averaging": self.averaging,
+            "averaging_warm_up": self.averaging_warm_up,
         }
 
 
@@ -245,8 +249,8 @@ def _lstm(preset: Preset) -> Task:
         large_batch=1500,
         curvature_batches=(300, 150),
         adam_batches=(100, 1500),
-        targets=(0.2, 0.3, 0.4),
-        budget="25updates",
+        targets=(0.3, 0.4, 0.5),
+        budget="60ge",
         num_evaluated=1000,
         growth=1.25,
         stop="budget",
@@ -303,6 +307,7 @@ def _residual(preset: Preset) -> Task:
             budget="600s",
             num_evaluated=2000,
             growth=1.15,
+            averaging_warm_up=True,
             stop="budget",
         )
     return replace(
@@ -313,9 +318,10 @@ def _residual(preset: Preset) -> Task:
         curvature_batches=(125, 60),
         adam_batches=(60, 500),
         targets=(0.3, 0.5, 0.7),
-        budget="25updates",
+        budget="100ge",
         num_evaluated=1000,
         growth=1.25,
+        averaging_warm_up=True,
         stop="budget",
     )
 
