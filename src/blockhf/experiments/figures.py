@@ -180,7 +180,7 @@ def draw(compared: Comparison, axis: str) -> Figure:
 
 def draw_alone(compared: Comparison, panel: Panel) -> Figure:
     """One panel, narrow enough for a phone."""
-    figure = Figure(figsize=(5.0, 3.7), layout="constrained")
+    figure = Figure(figsize=(4.5, 3.5), layout="constrained")
     _draw(panel, figure.subplots(), looks(compared))
     return figure
 

@@ -249,8 +249,9 @@ class Run:
             self.progress, self._best = Progress(**saved["progress"]), _Best(**saved["best"])
             length = int(saved["length"])
         except (KeyError, TypeError, ValueError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
+            what = next(iter(str(error).splitlines()), type(error).__name__)
             raise ValueError(
-                f"{path} cannot be gone on from ({error}). Delete the folder to start anew."
+                f"{path} cannot be gone on from ({what}). Delete the folder to start anew."
             ) from error
         records = self.folder / "records.jsonl"
         if records.stat().st_size < length:
