@@ -283,6 +283,14 @@ def test_a_finished_run_is_left_alone_and_a_larger_budget_goes_on(tmp_path: Path
     assert same(params(tmp_path), params(tmp_path / "whole"))
 
 
+def test_a_run_killed_after_its_last_checkpoint_has_ended(tmp_path: Path) -> None:
+    records = finished(tmp_path, config(budget="6updates"))
+    result = (tmp_path / "result.json").read_bytes()
+    (tmp_path / "result.json").unlink()
+    assert finished(tmp_path, config(budget="6updates")) == records
+    assert (tmp_path / "result.json").read_bytes() == result
+
+
 def _start(folder: Path, optimizer: str, task: str) -> Any:
     # Long enough to be killed ten times.
     budget = "2000updates" if optimizer.startswith("adam") else "400updates"

@@ -228,15 +228,14 @@ class Run:
             self._load(checkpoint)
         else:
             self._records.truncate(0)
+        if self.status == "finished" and self.spent < 1 - 1e-9:
+            self.status = None  # the budget has grown
+            (self.folder / "result.json").unlink(missing_ok=True)
+        if self.status is not None:
+            self._write_result(read_records(self.folder)[-1])
+            return
         self._note_environment()
-        result = self.folder / "result.json"
-        if result.exists():
-            ended = files.read_json(result)["status"]
-            if ended == "finished" and self.spent < 1:
-                result.unlink()  # the budget has grown
-            else:
-                self.status = ended
-        if self.progress.update == 0 and self.status is None:
+        if self.progress.update == 0:
             self._write({**self._place(), **self._evaluate()})
 
     def _load(self, path: Path) -> None:
@@ -247,7 +246,7 @@ class Run:
             if self.averaged is not None:
                 self.averaged.load_state_dict(saved["averaged"])
             self.progress, self._best = Progress(**saved["progress"]), _Best(**saved["best"])
-            length = int(saved["length"])
+            self.status, length = saved["status"], int(saved["length"])
         except (KeyError, TypeError, ValueError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
             what = next(iter(str(error).splitlines()), type(error).__name__)
             raise ValueError(
@@ -302,8 +301,7 @@ class Run:
         self._write(record)
         if self.status is not None:
             self.save()
-            ended = {"status": self.status, **asdict(self.progress), **record.get("evaluation", {})}
-            files.write(self.folder / "result.json", files.to_json(ended, indent=2))
+            self._write_result(record)
         return record
 
     def save(self) -> None:
@@ -319,6 +317,7 @@ class Run:
                 "rng": torch.get_rng_state(),
                 "progress": asdict(self.progress),
                 "best": asdict(self._best),
+                "status": self.status,
                 "length": self._records.tell(),
             },
             content,
@@ -372,6 +371,11 @@ class Run:
             "ge": progress.ge,
             "seconds": progress.seconds,
         }
+
+    def _write_result(self, last: Record) -> None:
+        """How it ended. The checkpoint knows too, as a process may be killed between the two."""
+        ended = {"status": self.status, **asdict(self.progress), **last["evaluation"]}
+        files.write(self.folder / "result.json", files.to_json(ended, indent=2))
 
     def _write(self, record: Record) -> None:
         self._records.write(files.to_json(record))
