@@ -177,7 +177,7 @@ def test_other_specs_are_refused(text: str, what: str) -> None:
 
 def test_values_that_the_optimizer_refuses_are_told() -> None:
     task = tiny_task.task()
-    for text, what in (("adam:lr=-1", "Invalid learning rate"), ("hf:damping=-1", "damping of block")):
+    for text, what in (("adam:lr=-1", "Invalid learning rate"), ("hf:damping=-1", "damping is -1")):
         with pytest.raises(ValueError, match=f"does not work on tiny: .*{what}"):
             Spec.parse(text).start(task, task.make_model(), costs.Unit(60, 1.0))
 
