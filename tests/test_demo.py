@@ -22,6 +22,7 @@ import blockhf
 from blockhf import blocks, cli
 from blockhf.experiments import autoencoder, demo, figures, files
 from blockhf.experiments.data import Pictures, digits
+from command_line import run_main
 
 
 @pytest.fixture(scope="module")
@@ -199,16 +200,8 @@ def test_the_quick_demo_runs_and_writes_its_files(tmp_path: Path) -> None:
         assert run["train_error"] is not None
 
 
-def _main(monkeypatch: pytest.MonkeyPatch, *args: str) -> int | str | None:
-    monkeypatch.setattr(sys, "argv", ["blockhf", *args])
-    with pytest.raises(SystemExit) as raised:
-        cli.main()
-    code: int | str | None = raised.value.code
-    return code
-
-
 def test_version(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    assert _main(monkeypatch, "--version") == 0
+    assert run_main(monkeypatch, "--version") == 0
     assert capsys.readouterr().out == f"blockhf {blockhf.__version__}\n"
 
 
@@ -223,7 +216,7 @@ def test_ctrl_c_keeps_what_was_recorded(
             raise KeyboardInterrupt
 
     monkeypatch.setattr(demo, "train", interrupted)
-    assert _main(monkeypatch, "demo", "--quick", "--seconds", "60", "--out", str(tmp_path)) == 130
+    assert run_main(monkeypatch, "demo", "--quick", "--seconds", "60", "--out", str(tmp_path)) == 130
     shown = capsys.readouterr()
     assert "Interrupted" in shown.out
     assert shown.err == ""
@@ -252,10 +245,10 @@ def test_ctrl_c_before_anything_was_recorded(
 def test_errors_of_use_are_told_without_a_traceback(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    assert _main(monkeypatch, "demo", "--quick", "--seconds", "nan") == 2
+    assert run_main(monkeypatch, "demo", "--quick", "--seconds", "nan") == 2
     assert capsys.readouterr().err.startswith("Error: seconds is nan")
     (tmp_path / "file").touch()
-    assert _main(monkeypatch, "demo", "--quick", "--out", str(tmp_path / "file" / "x")) == 2
+    assert run_main(monkeypatch, "demo", "--quick", "--out", str(tmp_path / "file" / "x")) == 2
     assert capsys.readouterr().err.startswith("Error: ")
 
 
@@ -265,7 +258,7 @@ def test_a_missing_extra_is_told_with_the_remedy(monkeypatch: pytest.MonkeyPatch
     for name in ("demo", "figures"):
         monkeypatch.delitem(sys.modules, f"blockhf.experiments.{name}")
         monkeypatch.delattr(blockhf.experiments, name)
-    message = _main(monkeypatch, "demo")
+    message = run_main(monkeypatch, "demo")
     assert isinstance(message, str)
     assert module in message
     assert "python -m pip install 'blockhf[experiments]'" in message

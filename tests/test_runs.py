@@ -66,6 +66,8 @@ def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
         ("200ge", 200, "ge"),
         ("2e2GE", 200, "ge"),
         ("600s", 600, "s"),
+        ("12345678updates", 12345678, "updates"),
+        ("0.00001ge", 1e-5, "ge"),
         ("1.5 seconds", 1.5, "s"),
     ],
 )

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from blockhf import blocks
+from blockhf import blocks, cli
 from blockhf.experiments import autoencoder, runs, tasks
 from blockhf.experiments.data import digits
 
@@ -61,6 +61,13 @@ def register() -> None:
     tasks.TASKS = {**tasks.TASKS, "tiny": task, "random": random_task}
 
 
+def command_line(*arguments: str) -> None:
+    """``blockhf`` with the tasks made known."""
+    register()
+    sys.argv = ["blockhf", *arguments]
+    cli.main()
+
+
 def main(folder: str, task: str, optimizer: str, budget: str, checkpoint_seconds: str) -> None:
     register()
     torch.set_num_threads(1)
@@ -70,4 +77,4 @@ def main(folder: str, task: str, optimizer: str, budget: str, checkpoint_seconds
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    command_line(*sys.argv[2:]) if sys.argv[1] == "blockhf" else main(*sys.argv[1:])

@@ -51,7 +51,7 @@ Record = dict[str, Any]
 
 STOPS = ("budget", "worse", "targets")
 _FORMAT = 1
-_BUDGET = re.compile(r"(\d+(?:\.\d+)?(?:e\d+)?)\s*(updates?|epochs?|ge|s|seconds?)", re.IGNORECASE)
+_BUDGET = re.compile(r"(\d+(?:\.\d+)?(?:e[+-]?\d+)?)\s*(updates?|epochs?|ge|s|seconds?)", re.IGNORECASE)
 _KINDS: dict[str, Kind] = {"u": "updates", "e": "epochs", "g": "ge", "s": "s"}
 
 
@@ -74,7 +74,8 @@ class Budget:
         return cls(float(match[1]), _KINDS[match[2][0].lower()])
 
     def __str__(self) -> str:
-        return f"{self.amount:g}{self.kind}"
+        amount = int(self.amount) if self.amount == int(self.amount) else self.amount
+        return f"{amount}{self.kind}"
 
     def spent(self, progress: Progress, updates_per_epoch: int) -> float:
         """The share that is spent."""
