@@ -245,6 +245,16 @@ def test_errors_are_told_without_a_traceback(
     assert not list(tmp_path.rglob("records.jsonl")) or "muon" not in what  # nothing ran before the error
 
 
+def test_the_example_of_the_docs_runs(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    docs = Path(__file__).parents[1] / "docs" / "experiments.md"
+    code = docs.read_text(encoding="utf-8").split("```python\n")[1].split("```")[0]
+    monkeypatch.chdir(tmp_path)
+    exec(code.replace("20ge", "3ge"), {})
+    assert "block HF, curvature 150" in capsys.readouterr().out
+
+
 # data fetch
 
 
