@@ -274,6 +274,19 @@ def test_records_after_the_checkpoint_are_made_again(tmp_path: Path) -> None:
     assert not list(folder.glob(".*"))
 
 
+def test_a_run_can_be_interrupted_right_after_it_was_resumed(tmp_path: Path) -> None:
+    whole = finished(tmp_path / "whole", config())
+    folder = tmp_path / "killed"
+    with Run(config(), folder, DATA) as run:
+        run.advance()
+        run.save()
+        run.advance()
+    for _ in range(2):
+        with Run(config(), folder, DATA, resume=True) as run:
+            assert runs.train(run, interrupted=lambda: True) is None
+    assert timeless(finished(folder, config())) == timeless(whole)
+
+
 def test_a_finished_run_is_left_alone_and_a_larger_budget_goes_on(tmp_path: Path) -> None:
     finished(tmp_path, config(budget="6updates"))
     before = (tmp_path / "records.jsonl").read_bytes()

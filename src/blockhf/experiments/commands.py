@@ -6,6 +6,7 @@ import contextlib
 import signal
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any
@@ -23,7 +24,7 @@ from rich.progress import (
 )
 from rich.table import Table
 
-from blockhf.experiments import comparison, fetch, figures, files, page, runs, tasks
+from blockhf.experiments import comparison, costs, fetch, figures, files, page, runs, tasks
 from blockhf.experiments.comparison import Comparison
 from blockhf.experiments.optimizers import Spec
 from blockhf.experiments.runs import Config, Record, Run
@@ -43,8 +44,8 @@ def train(
     Returns:
         Whether it came to its end.
     """
-    config = _as_before(config, out, resume).complete()
     folder = run_folder(config) if out is None else out
+    config = _as_before(config, folder, resume=resume).complete()
     samples = tasks.get(config.task, config.preset).load(data)
     with Interrupts() as interrupts, _progress(console) as progress:
         finished = _run(config, folder, samples, progress, interrupts, resume=resume, tensorboard=tensorboard)
@@ -69,10 +70,15 @@ def compare(
     Returns:
         Whether they all came to their ends.
     """
-    configs = list(dict.fromkeys(config.complete() for config in configs))
+
+    def folder_of(config: Config) -> Path:
+        return out / Spec.parse(config.optimizer).folder / f"seed-{config.seed}"
+
+    configs = [_as_before(config, folder_of(config), resume=True).complete() for config in configs]
+    configs = list(dict.fromkeys(configs))
     samples = tasks.get(configs[0].task, configs[0].preset).load(data)
     _check(configs, samples)
-    folders = [out / Spec.parse(config.optimizer).folder / f"seed-{config.seed}" for config in configs]
+    folders = [folder_of(config) for config in configs]
     finished = True
     with Interrupts() as interrupts, _progress(console) as progress:
         for config, folder in zip(configs, folders, strict=True):
@@ -182,24 +188,22 @@ class Interrupts:
             signal.signal(number, handler)
 
 
-def _as_before(config: Config, out: Path | None, resume: bool) -> Config:
+def _as_before(config: Config, folder: Path, *, resume: bool) -> Config:
     """A resumed run has the threads that it had, as they change the last bits."""
-    folder = run_folder(config) if out is None else out
     if resume and not config.threads and (folder / "config.json").exists():
         threads = files.read_json(folder / "config.json").get("threads", 0)
-        return Config(**{**vars(config), "threads": int(threads)})
+        return replace(config, threads=int(threads))
     return config
 
 
 def _check(configs: Sequence[Config], samples: tuple[tasks.Samples, tasks.Samples]) -> None:
     """Fail before the first run and not after hours."""
-    from blockhf.experiments.costs import unit
-
     with torch.random.fork_rng():
         for text in dict.fromkeys(config.optimizer for config in configs):
             task, spec = tasks.get(configs[0].task, configs[0].preset), Spec.parse(text)
             model = task.make_model()
-            spec.start(task, model, unit(task, model, samples[0]))
+            runs.updates_per_epoch(spec, task, samples[0])
+            spec.start(task, model, costs.unit(task, model, samples[0]))
 
 
 def _run(
@@ -265,22 +269,30 @@ def _status(record: Record) -> str:
 
 def _show(compared: Sequence[Comparison], console: Console) -> None:
     for each in compared:
-        table = Table(
-            title=f"{each.settings['title']}, {each.preset}",
-            box=box.SIMPLE_HEAD,
-            collapse_padding=True,
-            title_justify="left",
-            caption_justify="left",
-            caption=(
-                "Medians over the seeds. Under a target: updates / GE / seconds until the test first was "
-                "that good, – where it was not. One GE is a gradient on "
-                f"{each.settings['large_batch']:,} samples; seconds are those of updates alone."
-            ),
+        heads = page.headings(each)
+        rows = [page.cells(line) for line in comparison.summaries(each)]
+        targets = slice(-1 - len(each.settings["targets"]), -1)
+        totals = _table(
+            [*heads[: targets.start], heads[-1]], [[*row[: targets.start], row[-1]] for row in rows]
         )
-        first, *others = page.headings(each)
-        table.add_column(first)
-        for head in others:
-            table.add_column(head, justify="right")
-        for line in comparison.summaries(each):
-            table.add_row(*page.cells(line))
-        console.print(table)
+        totals.title = f"{each.settings['title']}, {each.preset}"
+        totals.title_justify = "left"
+        console.print(totals)
+        reached = _table([heads[0], *heads[targets]], [[row[0], *row[targets]] for row in rows])
+        reached.caption_justify = "left"
+        reached.caption = (
+            "Medians over the seeds. Under a target: updates / GE / seconds until the test first was that "
+            f"good, – where it was not. One GE is a gradient on {each.settings['large_batch']:,} samples; "
+            "seconds are those of updates alone."
+        )
+        console.print(reached)
+
+
+def _table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, collapse_padding=True)
+    table.add_column(heads[0])
+    for head in heads[1:]:
+        table.add_column(head, justify="right")
+    for row in rows:
+        table.add_row(*row)
+    return table

@@ -172,11 +172,7 @@ class Run:
         self.budget = Budget.parse(config.budget)
         self.train, self.test = data
         self.batch_size = self.spec.batch_size(self.task)
-        self.updates_per_epoch = len(self.train) // self.batch_size
-        if self.updates_per_epoch == 0:
-            raise ValueError(
-                f"The batch of {self.spec} is {self.batch_size}, but there are {len(self.train)} samples."
-            )
+        self.updates_per_epoch = updates_per_epoch(self.spec, self.task, self.train)
         self.progress = Progress()
         self.status: Status | None = None
         self._best = _Best()
@@ -228,7 +224,7 @@ class Run:
         if checkpoint.exists():
             self._load(checkpoint)
         else:
-            self._records.truncate(0)
+            self._cut(0)
         if self.status == "finished" and self.spent < 1 - 1e-9:
             self.status = None  # the budget has grown
             (self.folder / "result.json").unlink(missing_ok=True)
@@ -258,8 +254,13 @@ class Run:
             raise ValueError(
                 f"{records} is shorter than when {path.name} was saved. Delete the folder to start anew."
             )
-        self._records.truncate(length)
+        self._cut(length)
         torch.set_rng_state(saved["rng"])
+
+    def _cut(self, length: int) -> None:
+        """Drop the records beyond ``length``; the file's position must follow."""
+        self._records.truncate(length)
+        self._records.seek(0, os.SEEK_END)
 
     def _note_environment(self) -> None:
         path = self.folder / "environment.json"
@@ -411,6 +412,18 @@ def train(
             run.save()
             last = time.monotonic()
     return run.status
+
+
+def updates_per_epoch(spec: Spec, task: Task, samples: Samples) -> int:
+    """How many batches there are in the samples; what does not fill a batch is left out of the epoch.
+
+    Raises:
+        ValueError: There is none.
+    """
+    size = spec.batch_size(task)
+    if size > len(samples):
+        raise ValueError(f"The batch of {spec} is {size}, but there are {len(samples)} samples.")
+    return len(samples) // size
 
 
 def _average(task: Task) -> Callable[[Any, Any, Any], None]:

@@ -224,9 +224,7 @@ def _lstm(preset: Preset) -> Task:
         preset=preset,
         title="Three peephole LSTM layers of 10 cells on MNIST as sequences of 49 pixels",
         make_model=partial(lstm.SequenceClassifier, 1, 10),
-        make_blocks=lambda model: blocks.by_pattern(
-            model, {"bottom": r"^lstm\.layers\.0\.", "middle": r"^lstm\.layers\.1\.", "top": ""}
-        ),
+        make_blocks=lambda model: blocks.by_pattern(model, lstm.PATTERNS),
         loss=F.cross_entropy,
         load=load,
         metric="accuracy",
