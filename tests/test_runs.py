@@ -140,6 +140,7 @@ def test_the_records_of_block_hf_have_its_report(tmp_path: Path) -> None:
     report = records[-1]["report"]
     assert report["accepted"] is True
     assert report["damping"] == [0.1, 0.1]
+    assert (report["gradient_batch"], report["curvature_batch"]) == (60, 30)
     assert len(report["status"]) == len(report["products"]) == len(report["coefficient"]) == 2
     costs = [after["ge"] - before["ge"] for before, after in itertools.pairwise(records)]
     assert costs[0] < costs[-1] < 10

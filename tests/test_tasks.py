@@ -165,7 +165,6 @@ def test_specs_are_read(text: str, name: str, options: dict[str, Any]) -> None:
         ("hf:curvature_batch_size=3", "hf has no option 'curvature_batch_size'"),
         ("adam:batch=0", "batch of adam is 0"),
         ("adam:batch=1.5", "batch of adam is 1.5"),
-        ("hf:curvature=-1", "curvature of hf is -1"),
         ("adam:schedule=linear", "there is cosine alone"),
         ("blockhf:blocks=odd", "blocks of blockhf is 'odd'"),
     ],
@@ -177,7 +176,11 @@ def test_other_specs_are_refused(text: str, what: str) -> None:
 
 def test_values_that_the_optimizer_refuses_are_told() -> None:
     task = tiny_task.task()
-    for text, what in (("adam:lr=-1", "Invalid learning rate"), ("hf:damping=-1", "damping is -1")):
+    for text, what in (
+        ("adam:lr=-1", "Invalid learning rate"),
+        ("hf:damping=-1", "damping is -1"),
+        ("hf:curvature=-1", "batch_size is -1"),
+    ):
         with pytest.raises(ValueError, match=f"does not work on tiny: .*{what}"):
             Spec.parse(text).start(task, task.make_model(), costs.Unit(60, 1.0))
 
@@ -207,6 +210,7 @@ def test_the_default_is_the_librarys_own_and_policies_go_by_name() -> None:
     assert isinstance(optimizer, BlockHF)
     assert type(optimizer.search) is type(plain.search)
     assert optimizer.defaults == plain.defaults
+    assert optimizer.curvature_batch_size == plain.curvature_batch_size
     named = Spec.parse("blockhf:search=Backtracking").start(task, model, unit).optimizer
     assert isinstance(named, BlockHF)
     assert isinstance(named.search, Backtracking)

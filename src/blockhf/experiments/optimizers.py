@@ -68,12 +68,9 @@ class Spec:
             raise ValueError(
                 f"There is no optimizer {self.name!r}. There are {', '.join((*SECOND_ORDER, *FIRST_ORDER))}."
             )
-        for key, least in (("batch", 1), ("curvature", 1)):
-            value = self.options.get(key, least)
-            if not isinstance(value, int) or value < least:
-                raise ValueError(
-                    f"{key} of {self.name} is {value!r}, but must be a whole number of at least 1."
-                )
+        batch = self.options.get("batch", 1)
+        if not isinstance(batch, int) or batch < 1:
+            raise ValueError(f"batch of {self.name} is {batch!r}, but must be a whole number of at least 1.")
         if self.options.get("schedule", "cosine") != "cosine":
             raise ValueError(
                 f"schedule of {self.name} is {self.options['schedule']!r}; there is cosine alone."
@@ -151,7 +148,9 @@ class Spec:
         if "blocks" in self.options:
             partition = _BLOCKS[self.options["blocks"]]
         rest = {key: _policy(value) for key, value in rest.items()}
-        common = {"curvature_batch_size": self.options.get("curvature"), "measure_memory": False}
+        common: dict[str, Any] = {"measure_memory": False}
+        if "curvature" in self.options:
+            common["curvature_batch_size"] = self.options["curvature"]
         if self.name == "blockhf":
             return BlockHF(partition(model), **{**common, **rest})
         return BlockHF.paper(partition(model), **{**common, **task.recipe, **rest})

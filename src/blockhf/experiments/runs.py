@@ -464,6 +464,7 @@ def compact(report: StepReport) -> Record:
         "reason": report.reason,
         "loss_after": report.loss_after,
         "ratio": report.ratio,
+        **{key: report.work.get(key) for key in ("gradient_batch", "curvature_batch", "flops")},
         "cg": [block.num_steps for block in report.blocks],
         "products": [block.num_products for block in report.blocks],
         "status": [block.status for block in report.blocks],
