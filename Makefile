@@ -6,10 +6,19 @@ DEV := $(VENV)/.installed-dev
 DEMO := $(VENV)/.installed-demo
 DOCS := $(VENV)/.installed-docs
 
-.PHONY: demo test test-all lint format docs bench clean
+.PHONY: demo compare data test test-all lint format docs bench clean
 
 demo: $(DEMO)
 	$(BIN)/blockhf demo
+
+# The paper's figures on small networks, data included; a few minutes each.
+compare: $(DEMO)
+	$(BIN)/blockhf compare autoencoder
+	$(BIN)/blockhf compare lstm
+	$(BIN)/blockhf compare cnn
+
+data: $(DEMO)
+	$(BIN)/blockhf data fetch mnist cifar10
 
 # Two workers of one thread each; more threads would only get in each other's way.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist worksteal

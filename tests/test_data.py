@@ -14,7 +14,7 @@ from blockhf.experiments import data
 
 
 @pytest.fixture(scope="module")
-def digits() -> data.Digits:
+def digits() -> data.Pictures:
     return data.digits()
 
 
@@ -23,7 +23,7 @@ def folder(tmp_path: Path) -> Path:
     return Path(shutil.copytree(data.FOLDER, tmp_path / "digits"))
 
 
-def test_sizes_types_and_ranges(digits: data.Digits) -> None:
+def test_sizes_types_and_ranges(digits: data.Pictures) -> None:
     for images, labels, number in (
         (digits.train_images, digits.train_labels, 6000),
         (digits.test_images, digits.test_labels, 1000),
@@ -37,7 +37,7 @@ def test_sizes_types_and_ranges(digits: data.Digits) -> None:
         assert labels.unique().tolist() == list(range(10))
 
 
-def test_they_are_the_front_of_mnist(digits: data.Digits) -> None:
+def test_they_are_the_front_of_mnist(digits: data.Pictures) -> None:
     assert digits.train_labels[:10].tolist() == [5, 0, 4, 1, 9, 2, 1, 3, 1, 4]
     assert digits.test_labels[:10].tolist() == [7, 2, 1, 0, 4, 1, 4, 9, 5, 9]
     assert digits.train_images.mean() == pytest.approx(0.1307, abs=2e-3)  # MNIST's, as is known
@@ -97,7 +97,7 @@ def _idx(*shape: int, magic: bytes = b"\0\0\x08", num_dims: int | None = None, b
 
 
 def test_the_reader_keeps_the_order() -> None:
-    found = data.parse_idx(_idx(2, 1, 3, body=bytes(range(6))), "six", num_dims=3)
+    found = data.parse_packed_idx(_idx(2, 1, 3, body=bytes(range(6))), "six", num_dims=3)
     assert found.tolist() == [[[0, 1, 2]], [[3, 4, 5]]]
 
 
@@ -126,4 +126,4 @@ def test_the_reader_keeps_the_order() -> None:
 )
 def test_the_reader_says_what_is_wrong(packed: bytes, what: str) -> None:
     with pytest.raises(ValueError, match=rf"labels\.gz {what}.*Get the file again"):
-        data.parse_idx(packed, "labels.gz", num_dims=1)
+        data.parse_packed_idx(packed, "labels.gz", num_dims=1)

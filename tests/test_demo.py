@@ -20,12 +20,13 @@ from torch import nn
 
 import blockhf
 from blockhf import blocks, cli
-from blockhf.experiments import autoencoder, demo, figures
-from blockhf.experiments.data import Digits, digits
+from blockhf.experiments import autoencoder, demo, figures, files
+from blockhf.experiments.data import Pictures, digits
+from command_line import run_main
 
 
 @pytest.fixture(scope="module")
-def data() -> Digits:
+def data() -> Pictures:
     return digits()
 
 
@@ -82,7 +83,7 @@ def test_batches_are_the_same_for_all_and_each_picture_comes_once_in_a_round() -
     assert not torch.equal(torch.cat(first[:2]), torch.cat(first[2:]))
 
 
-def test_the_clock_runs_during_updates_alone(data: Digits, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_clock_runs_during_updates_alone(data: Pictures, monkeypatch: pytest.MonkeyPatch) -> None:
     now = 0.0
 
     def start(model: nn.Module) -> demo.Update:
@@ -117,7 +118,7 @@ def test_the_first_time_below_a_target_is_found() -> None:
     assert [run.first(target) for target in (40.0, 25.0, 10.0)] == [run.points[1], run.points[3], None]
 
 
-def test_block_hf_learns_and_is_ahead_of_hf_after_equal_updates(data: Digits) -> None:
+def test_block_hf_learns_and_is_ahead_of_hf_after_equal_updates(data: Pictures) -> None:
     """The demo's small setting; after 8 updates and with no clock, so it does not depend on the machine."""
     settings = demo.Settings.quick(seconds=1e6)
     errors = {}
@@ -158,7 +159,7 @@ def test_short_and_diverging_runs_can_be_drawn(errors: list[float]) -> None:
 def test_a_file_that_cannot_be_written_leaves_no_part_of_it(tmp_path: Path) -> None:
     (tmp_path / "results.json").mkdir()
     with pytest.raises(OSError, match=r"results\.json"):
-        demo._write(tmp_path / "results.json", b"x")
+        files.write(tmp_path / "results.json", b"x")
     assert [path.name for path in tmp_path.iterdir()] == ["results.json"]
 
 
@@ -199,16 +200,8 @@ def test_the_quick_demo_runs_and_writes_its_files(tmp_path: Path) -> None:
         assert run["train_error"] is not None
 
 
-def _main(monkeypatch: pytest.MonkeyPatch, *args: str) -> int | str | None:
-    monkeypatch.setattr(sys, "argv", ["blockhf", *args])
-    with pytest.raises(SystemExit) as raised:
-        cli.main()
-    code: int | str | None = raised.value.code
-    return code
-
-
 def test_version(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    assert _main(monkeypatch, "--version") == 0
+    assert run_main(monkeypatch, "--version") == 0
     assert capsys.readouterr().out == f"blockhf {blockhf.__version__}\n"
 
 
@@ -223,7 +216,7 @@ def test_ctrl_c_keeps_what_was_recorded(
             raise KeyboardInterrupt
 
     monkeypatch.setattr(demo, "train", interrupted)
-    assert _main(monkeypatch, "demo", "--quick", "--seconds", "60", "--out", str(tmp_path)) == 130
+    assert run_main(monkeypatch, "demo", "--quick", "--seconds", "60", "--out", str(tmp_path)) == 130
     shown = capsys.readouterr()
     assert "Interrupted" in shown.out
     assert shown.err == ""
@@ -237,7 +230,7 @@ def test_ctrl_c_keeps_what_was_recorded(
 
 
 def test_ctrl_c_before_anything_was_recorded(
-    monkeypatch: pytest.MonkeyPatch, data: Digits, tmp_path: Path
+    monkeypatch: pytest.MonkeyPatch, data: Pictures, tmp_path: Path
 ) -> None:
     def interrupted(*args: Any) -> None:
         raise KeyboardInterrupt
@@ -252,10 +245,10 @@ def test_ctrl_c_before_anything_was_recorded(
 def test_errors_of_use_are_told_without_a_traceback(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    assert _main(monkeypatch, "demo", "--quick", "--seconds", "nan") == 2
+    assert run_main(monkeypatch, "demo", "--quick", "--seconds", "nan") == 2
     assert capsys.readouterr().err.startswith("Error: seconds is nan")
     (tmp_path / "file").touch()
-    assert _main(monkeypatch, "demo", "--quick", "--out", str(tmp_path / "file" / "x")) == 2
+    assert run_main(monkeypatch, "demo", "--quick", "--out", str(tmp_path / "file" / "x")) == 2
     assert capsys.readouterr().err.startswith("Error: ")
 
 
@@ -265,7 +258,7 @@ def test_a_missing_extra_is_told_with_the_remedy(monkeypatch: pytest.MonkeyPatch
     for name in ("demo", "figures"):
         monkeypatch.delitem(sys.modules, f"blockhf.experiments.{name}")
         monkeypatch.delattr(blockhf.experiments, name)
-    message = _main(monkeypatch, "demo")
+    message = run_main(monkeypatch, "demo")
     assert isinstance(message, str)
     assert module in message
     assert "python -m pip install 'blockhf[experiments]'" in message

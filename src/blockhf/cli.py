@@ -1,4 +1,4 @@
-"""The command line: ``blockhf demo``, ``blockhf bench`` and ``blockhf --version``."""
+"""The command line: ``blockhf demo``, ``train``, ``compare``, ``figures``, ``data`` and ``bench``."""
 
 import sys
 from collections.abc import Callable
@@ -10,7 +10,15 @@ import blockhf
 if TYPE_CHECKING:
     import typer
 
-_EXTRAS = ("matplotlib", "rich", "typer")
+# What is imported from outside, and the extra that brings it.
+_EXTRAS = {
+    "matplotlib": "experiments",
+    "numpy": "experiments",
+    "PIL": "experiments",
+    "rich": "experiments",
+    "tensorboard": "tensorboard",
+    "typer": "experiments",
+}
 
 
 def main() -> None:
@@ -18,11 +26,12 @@ def main() -> None:
     try:
         _app()()
     except ModuleNotFoundError as error:
-        if error.name is None or error.name.split(".")[0] not in _EXTRAS:
+        extra = _EXTRAS.get((error.name or "").split(".")[0])
+        if extra is None:
             raise
         sys.exit(
             f"The command line needs {error.name}, which is not installed. "
-            "Run: python -m pip install 'blockhf[experiments]'"
+            f"Run: python -m pip install 'blockhf[{extra}]'"
         )
 
 
@@ -86,8 +95,165 @@ def _app() -> "typer.Typer":
         if not finished:
             raise typer.Exit(130)
 
+    _experiments(app, fail)
+    app.add_typer(_data(fail), name="data")
     app.add_typer(_bench(fail), name="bench")
     return app
+
+
+def _experiments(app: "typer.Typer", fail: Callable[[Exception], NoReturn]) -> None:
+    import typer
+
+    Task = Annotated[str, typer.Argument(metavar="TASK", help="autoencoder, lstm or cnn.")]
+    Preset = Annotated[
+        str, typer.Option(help="quick (small, data included), cpu (about ten minutes a run) or paper.")
+    ]
+    Budget = Annotated[
+        str, typer.Option(help="50updates, 20epochs, 200ge or 600s.", show_default="the preset's own")
+    ]
+    Stop = Annotated[
+        str,
+        typer.Option(
+            help="budget; worse: also where the test gets worse; targets: also at the last target.",
+            show_default="the preset's own",
+        ),
+    ]
+    Data = Annotated[Path | None, typer.Option(help="Folder with the data.", show_default="the cache")]
+    Threads = Annotated[int, typer.Option(min=0, help="Threads to compute with.", show_default="torch's own")]
+    Tensorboard = Annotated[bool, typer.Option("--tensorboard", help="Log for TensorBoard too.")]
+
+    def attempt(action: Callable[[], bool]) -> None:
+        try:
+            finished = action()
+        except (OSError, ValueError) as error:
+            fail(error)
+        except KeyboardInterrupt:
+            typer.echo("Ended at once; the last checkpoint stands.", err=True)
+            finished = False
+        if not finished:
+            raise typer.Exit(130)
+
+    @app.command()
+    def train(
+        task: Task,
+        optimizer: Annotated[
+            str, typer.Option(help="name:option=value,option=value, e.g. adam:lr=1e-3,batch=600.")
+        ] = "block-hf",
+        preset: Preset = "quick",
+        seed: Annotated[int, typer.Option(min=0, help="Of the weights and of the batches.")] = 0,
+        budget: Budget = "",
+        stop: Stop = "",
+        out: Annotated[
+            Path | None, typer.Option(help="Folder of the run.", show_default="runs/TASK-PRESET/…")
+        ] = None,
+        resume: Annotated[bool, typer.Option("--resume", help="Go on with the run in the folder.")] = False,
+        data: Data = None,
+        threads: Threads = 0,
+        tensorboard: Tensorboard = False,
+    ) -> None:
+        """Train a task by one optimizer: block-hf, hf, blockhf, or any of torch.optim."""
+        from rich.console import Console
+
+        from blockhf.experiments import commands
+        from blockhf.experiments.runs import Config
+
+        config = Config(task, preset, optimizer, seed, budget, stop, threads)
+        attempt(
+            lambda: commands.train(config, out, Console(), resume=resume, data=data, tensorboard=tensorboard)
+        )
+
+    @app.command()
+    def compare(
+        task: Task,
+        optimizer: Annotated[
+            list[str] | None,
+            typer.Option(help="One of them; repeat it for each.", show_default="those of the paper's figure"),
+        ] = None,
+        seeds: Annotated[str, typer.Option(help="Numbers with commas between them.")] = "0",
+        preset: Preset = "quick",
+        budget: Budget = "",
+        stop: Stop = "",
+        out: Annotated[
+            Path | None, typer.Option(help="Folder of the comparison.", show_default="runs/TASK-PRESET")
+        ] = None,
+        data: Data = None,
+        threads: Threads = 0,
+        tensorboard: Tensorboard = False,
+    ) -> None:
+        """Train a task by several optimizers, over several seeds; write tables, figures and a page.
+
+        What is finished is kept, what was interrupted goes on.
+        """
+        from rich.console import Console
+
+        from blockhf.experiments import commands, tasks
+        from blockhf.experiments.runs import Config
+
+        def run() -> bool:
+            try:
+                numbers = [int(seed) for seed in seeds.split(",") if seed.strip()]
+            except ValueError:
+                raise ValueError(f"Cannot read the seeds {seeds!r}. Write 0,1,2.") from None
+            specs = optimizer or tasks.get(task, preset).figure()
+            configs = [
+                Config(task, preset, spec, seed, budget, stop, threads) for seed in numbers for spec in specs
+            ]
+            if not configs:
+                raise ValueError("There is no seed. Write --seeds 0,1,2.")
+            folder = out or Path("runs") / f"{task}-{preset}"
+            return commands.compare(configs, folder, Console(), data=data, tensorboard=tensorboard)
+
+        attempt(run)
+
+    @app.command()
+    def figures(
+        runs: Annotated[list[Path], typer.Argument(help="Folders of runs, or files comparison.json.")],
+        out: Annotated[
+            Path | None, typer.Option(help="Folder for the figures.", show_default="the first of them")
+        ] = None,
+    ) -> None:
+        """Draw the figures and the page of runs again."""
+        from rich.console import Console
+
+        from blockhf.experiments import commands
+
+        try:
+            commands.redraw(runs, out, Console())
+        except (OSError, ValueError) as error:
+            fail(error)
+
+
+def _data(fail: Callable[[Exception], NoReturn]) -> "typer.Typer":
+    import typer
+
+    data = typer.Typer(no_args_is_help=True, help="The data of the experiments.")
+
+    @data.callback()
+    def common() -> None:
+        pass
+
+    @data.command()
+    def fetch(
+        names: Annotated[list[str], typer.Argument(help="mnist, cifar10 or both.")],
+        out: Annotated[
+            Path | None,
+            typer.Option(help="Folder to put it in.", show_default="BLOCKHF_DATA, or the user's cache"),
+        ] = None,
+    ) -> None:
+        """Fetch MNIST and CIFAR-10 from wherever they can be had, and verify them."""
+        from rich.console import Console
+
+        from blockhf.experiments import commands
+
+        try:
+            commands.fetch_data(names, out, Console())
+        except (OSError, ValueError) as error:
+            fail(error)
+        except KeyboardInterrupt as error:
+            typer.echo("Interrupted; nothing was kept of what was under way. Run it again.", err=True)
+            raise typer.Exit(130) from error
+
+    return data
 
 
 def _bench(fail: Callable[[Exception], NoReturn]) -> "typer.Typer":

@@ -8,9 +8,7 @@ take turns: the next update is made by whoever has used the least time so far.
 from __future__ import annotations
 
 import dataclasses
-import json
 import math
-import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -26,9 +24,9 @@ from torch import Tensor, nn
 
 import blockhf
 from blockhf import BlockHF, blocks
-from blockhf.experiments import figures
+from blockhf.experiments import figures, files
 from blockhf.experiments.autoencoder import SIZES, Autoencoder, objective
-from blockhf.experiments.data import Digits
+from blockhf.experiments.data import Pictures
 
 Update = Callable[[Tensor], tuple[float, int | None]]
 """Makes one update on a batch; returns the error there before it, and the number of CG iterations."""
@@ -192,7 +190,7 @@ def _adam(model: nn.Module) -> Update:
     return update
 
 
-def train(contestant: Contestant, model: nn.Module, data: Digits, settings: Settings) -> Iterator[Point]:
+def train(contestant: Contestant, model: nn.Module, data: Pictures, settings: Settings) -> Iterator[Point]:
     """Train until the time is up, and yield a point before the first and after each update.
 
     The test error is measured after each of the first 50 updates, and later each time that the number
@@ -232,7 +230,7 @@ def error(model: nn.Module, pictures: Tensor) -> float:
     return float(loss)
 
 
-def run(data: Digits, settings: Settings, out: Path, console: Console) -> bool:
+def run(data: Pictures, settings: Settings, out: Path, console: Console) -> bool:
     """Hold the contest, show it, and write ``results.json`` and ``demo.png`` into ``out``.
 
     Ctrl-C ends it early; what was recorded until then is shown and written all the same.
@@ -277,8 +275,8 @@ def run(data: Digits, settings: Settings, out: Path, console: Console) -> bool:
         console.print("Nothing was recorded.")
         return finished
     console.print(_table(runs, settings))
-    _write(out / "results.json", _json(runs, settings, finished))
-    _write(
+    files.write(out / "results.json", _json(runs, settings, finished))
+    files.write(
         out / "demo.png",
         figures.race(
             [
@@ -297,7 +295,7 @@ def run(data: Digits, settings: Settings, out: Path, console: Console) -> bool:
     return finished
 
 
-def _warm_up(data: Digits, settings: Settings) -> None:
+def _warm_up(data: Pictures, settings: Settings) -> None:
     """Let torch set up its threads and memory before the first clock runs."""
     model = Autoencoder(settings.sizes)
     update = _adam(model)
@@ -399,23 +397,4 @@ def _json(runs: Sequence[Run], settings: Settings, finished: bool) -> bytes:
             for each in runs
         ],
     }
-    return (json.dumps(_finite(content), allow_nan=False) + "\n").encode()
-
-
-def _finite(value: Any) -> Any:
-    """The same with ``None`` for numbers that JSON does not have."""
-    if isinstance(value, dict):
-        return {key: _finite(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_finite(item) for item in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
-def _write(path: Path, content: bytes) -> None:
-    """Write all of the file or none of it."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        temporary.write_bytes(content)
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
+    return files.to_json(content)

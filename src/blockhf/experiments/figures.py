@@ -1,4 +1,4 @@
-"""Figures of the experiments, as PNG."""
+"""Figures of the experiments, as PNG and SVG."""
 
 from __future__ import annotations
 
@@ -7,13 +7,21 @@ import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
+from matplotlib import rc_context
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, NullFormatter
 
+from blockhf.experiments import comparison
+from blockhf.experiments.comparison import Comparison
+from blockhf.experiments.optimizers import Spec
+
+Dashes = str | tuple[float, tuple[float, ...]]
+
 # Okabe & Ito's colors, which color-blind eyes tell apart; the dashes serve print without color.
-_LOOKS: tuple[tuple[str, str | tuple[float, tuple[float, ...]]], ...] = (
+_LOOKS: tuple[tuple[str, Dashes], ...] = (
     ("#0072B2", "solid"),
     ("#D55E00", (0, (5, 1.5))),
     ("#009E73", (0, (3, 1, 1, 1))),
@@ -77,3 +85,151 @@ def _png(figure: Figure) -> bytes:
     buffer = io.BytesIO()
     figure.savefig(buffer, format="png", metadata={"Software": None})
     return buffer.getvalue()
+
+
+# Comparisons
+
+_PALETTE = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#8C6BB1", "#7F7F7F")
+_DASHES: tuple[Dashes, ...] = ("solid", (0, (5, 1.5)), (0, (3, 1, 1, 1)), (0, (1, 1)))
+_FAINT = "#d9d9d9"
+
+
+@dataclass(frozen=True)
+class Panel:
+    """One picture of a comparison: a metric along an axis."""
+
+    title: str
+    metric: str
+    axis: str
+    is_log: bool
+    curves: Sequence[comparison.Curve]
+
+
+def panels(compared: Comparison, axis: str) -> list[list[Panel]]:
+    """The paper's panels, row by row: train and test; block HF with others, block HF with HF.
+
+    On the left are the optimizers of other kinds beside block HF, on the right all that solve by HF. A side
+    with nothing to compare is left out.
+    """
+    methods = compared.methods()
+    recipe = [index for index, (spec, _) in enumerate(methods) if spec.name == "block-hf"]
+    others = [index for index, (spec, _) in enumerate(methods) if spec.name not in ("block-hf", "hf")]
+    second = [index for index, (spec, _) in enumerate(methods) if spec.is_second_order]
+    sides = []
+    if others:
+        sides.append((_title([methods[index][0] for index in recipe + others]), recipe + others))
+    if second and second != others:
+        sides.append((_title([methods[index][0] for index in second]), second))
+    is_accuracy = compared.settings["metric"] == "accuracy"
+    rows = (
+        ("train loss" if is_accuracy else "train error", "train_loss", True),
+        ("test accuracy" if is_accuracy else "test error", compared.test_key, not is_accuracy),
+    )
+    return [
+        [
+            Panel(
+                side,
+                words,
+                axis,
+                is_log,
+                [comparison.curve(*methods[index], key, axis) for index in members],
+            )
+            for side, members in sides
+        ]
+        for words, key, is_log in rows
+    ]
+
+
+def looks(compared: Comparison) -> dict[str, tuple[str, Dashes]]:
+    """Color and dashes of each optimizer, the same in all panels.
+
+    Block HF and HF with the same options have the same color, and HF is dashed.
+    """
+    specs = [spec for spec, _ in compared.methods()]
+    colors: dict[str, int] = {}
+    for spec in specs:
+        colors.setdefault(_color_key(spec), len(colors))
+    dashes = itertools.cycle(_DASHES[2:])
+    return {
+        spec.label: (
+            _PALETTE[colors[_color_key(spec)] % len(_PALETTE)],
+            _DASHES[("block-hf", "hf").index(spec.name)] if spec.name in ("block-hf", "hf") else next(dashes),
+        )
+        for spec in specs
+    }
+
+
+def _color_key(spec: Spec) -> str:
+    return str(Spec("hf", spec.options)) if spec.name == "block-hf" else str(spec)
+
+
+def _title(specs: Sequence[Spec]) -> str:
+    return " and ".join(dict.fromkeys(spec.kind for spec in specs))
+
+
+def draw(compared: Comparison, axis: str) -> Figure:
+    """All panels of a comparison along one axis."""
+    rows = panels(compared, axis)
+    figure = Figure(figsize=(5.2 * len(rows[0]), 7.6), dpi=120, layout="constrained")
+    for row, places in zip(rows, figure.subplots(len(rows), len(rows[0]), squeeze=False), strict=True):
+        for panel, axes in zip(row, places, strict=True):
+            _draw(panel, axes, looks(compared))
+    figure.suptitle(f"{compared.settings['title']} ({compared.preset})", fontsize=11)
+    return figure
+
+
+def draw_alone(compared: Comparison, panel: Panel) -> Figure:
+    """One panel, narrow enough for a phone."""
+    figure = Figure(figsize=(4.5, 3.5), layout="constrained")
+    _draw(panel, figure.subplots(), looks(compared))
+    return figure
+
+
+def _draw(panel: Panel, axes: Axes, looks: dict[str, Any]) -> None:
+    for curve in panel.curves:
+        color, dashes = looks[curve.label]
+        # What has no place on a logarithmic axis: the start, which is the same for all.
+        kept = [index for index, along in enumerate(curve.along) if along > 0]
+        along, middle, low, high = (
+            [values[index] for index in kept] for values in (curve.along, curve.middle, curve.low, curve.high)
+        )
+        axes.plot(along, middle, color=color, linestyle=dashes, linewidth=1.8, label=curve.label)
+        axes.plot(along[-1:], middle[-1:], color=color, marker="o", markersize=4)
+        if low != high:
+            axes.fill_between(along, low, high, color=color, alpha=0.15, linewidth=0)
+    values = [value for curve in panel.curves for value in curve.middle]
+    if panel.is_log:
+        _scale_errors(axes, values)
+    axes.set(xscale="log", xlabel=comparison.AXES[panel.axis], ylabel=panel.metric)
+    axes.set_title(panel.title, fontsize=10)
+    axes.xaxis.set_major_formatter(FuncFormatter(_plain))
+    axes.xaxis.set_minor_formatter(NullFormatter())
+    axes.grid(color=_FAINT, linewidth=0.6)
+    axes.spines[["top", "right"]].set_visible(False)
+    if panel.curves:
+        axes.legend(fontsize=8, handlelength=3, framealpha=0.0)
+
+
+def png(figure: Figure) -> bytes:
+    """As PNG; the same figure gives the same bytes."""
+    return _png(figure)
+
+
+def svg(figure: Figure, *, is_inline: bool = False) -> bytes:
+    """As SVG, with text as text; the same figure gives the same bytes.
+
+    Args:
+        figure: The figure.
+        is_inline: For a page: no background, and ink and colors are variables of the page's style.
+    """
+    buffer = io.BytesIO()
+    with rc_context({"svg.fonttype": "none", "svg.hashsalt": "blockhf"}):
+        figure.savefig(buffer, format="svg", metadata={"Date": None, "Creator": None}, transparent=is_inline)
+    if not is_inline:
+        return buffer.getvalue()
+    text = buffer.getvalue().decode()
+    text = text[text.index("<svg") :]
+    for index, color in enumerate(_PALETTE):
+        text = text.replace(color.lower(), f"var(--c{index})")
+    text = text.replace(_FAINT, "var(--faint)").replace("#000000", "currentColor")
+    return text.encode()

@@ -7,6 +7,9 @@ import math
 import torch
 from torch import Tensor, nn
 
+PATTERNS = {"bottom": r"^lstm\.layers\.0\.", "middle": r"^lstm\.layers\.1\.", "top": ""}
+"""Which parameters are in which of the paper's three blocks; the top one also holds the head."""
+
 
 class PeepholeLayer(nn.Module):
     r"""One LSTM layer whose gates see the cell through peepholes (Gers, Schraudolph & Schmidhuber, 2002).
@@ -97,14 +100,13 @@ class PeepholeLSTM(nn.Module):
 
 
 class SequenceClassifier(nn.Module):
-    r"""Logits from the last hidden state of the last layer; the defaults are the paper's.
+    """Logits from the last hidden state of the last layer; the defaults are the paper's.
 
     The paper has a block for each layer, the top one with the head:
 
     >>> from blockhf import blocks
     >>> model = SequenceClassifier(input_size=1, num_classes=10)
-    >>> patterns = {"bottom": r"^lstm\.layers\.0\.", "middle": r"^lstm\.layers\.1\.", "top": ""}
-    >>> [len(group["params"]) for group in blocks.by_pattern(model, patterns)]
+    >>> [len(group["params"]) for group in blocks.by_pattern(model, PATTERNS)]
     [5, 5, 7]
 
     Args:

@@ -1,0 +1,231 @@
+"""Optimizers by name, with their options: what ``--optimizer`` takes.
+
+A spec is a name and, after a colon, options with commas between them::
+
+    adam:lr=1e-3,batch=600          any optimizer of torch.optim
+    sgd:lr=0.1,momentum=0.9,schedule=cosine
+    adamw:betas=0.9/0.95            a slash for pairs
+    block-hf:curvature=1200         the paper's recipe with the task's settings and blocks
+    hf:curvature=1200               the same with one block
+    blockhf:lr=1,blocks=layer       BlockHF as it comes, with the task's blocks or others
+
+``batch`` is the number of samples of an update, the task's large batch unless it is named; ``curvature`` the
+number of those that curvature is taken from; ``schedule=cosine`` lets ``lr`` fall to zero over the budget.
+All others go to the optimizer. For ``blockhf`` a policy is named by its class: ``search=Backtracking``.
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+import blockhf
+from blockhf import BlockHF, blocks
+from blockhf.experiments.costs import Unit
+from blockhf.experiments.tasks import Batch, Task
+from blockhf.report import StepReport
+
+FIRST_ORDER: Mapping[str, Callable[..., Optimizer]] = {
+    name.lower(): kind
+    for name, kind in vars(torch.optim).items()
+    if isinstance(kind, type) and issubclass(kind, Optimizer) and kind is not Optimizer
+}
+"""The optimizers of torch, by their names in small letters."""
+
+SECOND_ORDER = ("block-hf", "hf", "blockhf")
+
+_OURS = ("batch", "schedule")
+_OURS_SECOND = (*_OURS, "curvature", "blocks")
+_BLOCKS: Mapping[str, Callable[[nn.Module], list[blocks.Group]]] = {
+    "single": blocks.single,
+    "module": blocks.by_module,
+    "layer": blocks.by_layer,
+}
+
+
+@dataclass(frozen=True)
+class Spec:
+    """An optimizer and its options.
+
+    >>> spec = Spec.parse("adam: lr=1e-3, batch=600")
+    >>> str(spec), spec.label
+    ('adam:batch=600,lr=0.001', 'Adam, batch 600, lr 0.001')
+    """
+
+    name: str
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if self.name not in SECOND_ORDER and self.name not in FIRST_ORDER:
+            raise ValueError(
+                f"There is no optimizer {self.name!r}. There are {', '.join((*SECOND_ORDER, *FIRST_ORDER))}."
+            )
+        batch = self.options.get("batch", 1)
+        if not isinstance(batch, int) or batch < 1:
+            raise ValueError(f"batch of {self.name} is {batch!r}, but must be a whole number of at least 1.")
+        if self.options.get("schedule", "cosine") != "cosine":
+            raise ValueError(
+                f"schedule of {self.name} is {self.options['schedule']!r}; there is cosine alone."
+            )
+        if self.options.get("blocks", "single") not in _BLOCKS:
+            raise ValueError(
+                f"blocks of {self.name} is {self.options['blocks']!r}, but must be one of "
+                f"{', '.join(_BLOCKS)}."
+            )
+        known = self._known()
+        if unknown := [key for key in self.options if key not in known]:
+            raise ValueError(
+                f"{self.name} has no option {', '.join(map(repr, unknown))}. It has {', '.join(known)}."
+            )
+
+    @classmethod
+    def parse(cls, text: str) -> Spec:
+        """A spec out of its text.
+
+        Raises:
+            ValueError: It cannot be read, or names what there is not.
+        """
+        name, _, rest = text.partition(":")
+        options: dict[str, Any] = {}
+        for item in filter(None, (part.strip() for part in rest.split(","))):
+            key, equals, value = (piece.strip() for piece in item.partition("="))
+            if not (key and equals and value):
+                raise ValueError(f"Cannot read {item!r} in {text!r}. Write name:option=value,option=value.")
+            if key in options:
+                raise ValueError(f"{key} is twice in {text!r}. Name it once.")
+            options[key] = _value(value)
+        return cls(name.strip().lower(), dict(sorted(options.items())))
+
+    def __str__(self) -> str:
+        options = ",".join(f"{key}={_text(value)}" for key, value in self.options.items())
+        return f"{self.name}:{options}" if options else self.name
+
+    @property
+    def is_second_order(self) -> bool:
+        return self.name in SECOND_ORDER
+
+    @property
+    def kind(self) -> str:
+        """Its name for people."""
+        names = {"block-hf": "block HF", "hf": "HF", "blockhf": "BlockHF"}
+        return names[self.name] if self.is_second_order else FIRST_ORDER[self.name].__name__
+
+    @property
+    def label(self) -> str:
+        """For tables and figures."""
+        return ", ".join([self.kind, *(f"{key} {_text(value)}" for key, value in self.options.items())])
+
+    @property
+    def folder(self) -> str:
+        """A name for its folder."""
+        return str(self).replace(":", " ").replace("/", "+").replace(" ", "_")
+
+    def batch_size(self, task: Task) -> int:
+        """Samples of an update."""
+        return int(self.options.get("batch", task.large_batch))
+
+    def start(self, task: Task, model: nn.Module, unit: Unit) -> Method:
+        """Set it up for a model."""
+        rest = {key: value for key, value in self.options.items() if key not in _OURS_SECOND}
+        try:
+            if self.is_second_order:
+                return Method(self, task, model, unit, self._second_order(task, model, rest))
+            kind = FIRST_ORDER[self.name]
+            return Method(self, task, model, unit, kind(list(model.parameters()), **rest))
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"{self} does not work on {task.name}: {error}") from error
+
+    def _second_order(self, task: Task, model: nn.Module, rest: dict[str, Any]) -> BlockHF:
+        partition = blocks.single if self.name == "hf" else task.make_blocks
+        if "blocks" in self.options:
+            partition = _BLOCKS[self.options["blocks"]]
+        rest = {key: _policy(value) for key, value in rest.items()}
+        common: dict[str, Any] = {"measure_memory": False}
+        if "curvature" in self.options:
+            common["curvature_batch_size"] = self.options["curvature"]
+        if self.name == "blockhf":
+            return BlockHF(partition(model), **{**common, **rest})
+        return BlockHF.paper(partition(model), **{**common, **task.recipe, **rest})
+
+    def _known(self) -> list[str]:
+        kind = BlockHF if self.is_second_order else FIRST_ORDER[self.name]
+        ours = _OURS_SECOND if self.is_second_order else _OURS
+        hidden = (*ours, "params", "curvature_batch_size")
+        return [*ours, *(key for key in inspect.signature(kind).parameters if key not in hidden)]
+
+
+@dataclass(frozen=True)
+class Step:
+    """What an update did: the loss before it, its cost in GE, and what ``BlockHF`` reports."""
+
+    loss: float
+    ge: float
+    report: StepReport | None = None
+
+
+class Method:
+    """An optimizer at work on a model."""
+
+    def __init__(self, spec: Spec, task: Task, model: nn.Module, unit: Unit, optimizer: Optimizer) -> None:
+        self.optimizer = optimizer
+        self._unit = unit
+        self._objective = task.objective(model)
+        self._decays = "schedule" in spec.options
+        for group in optimizer.param_groups:
+            group["initial_lr"] = group["lr"]
+
+    def update(self, batch: Batch, spent: float) -> Step:
+        """One update on a batch, with the share of the budget that is spent."""
+        if self._decays:
+            for group in self.optimizer.param_groups:
+                group["lr"] = group["initial_lr"] * (1 + math.cos(math.pi * min(spent, 1.0))) / 2
+        if isinstance(self.optimizer, BlockHF):
+            loss = self.optimizer.step(self._objective, batch)
+            report = self.optimizer.report
+            assert report is not None
+            return Step(float(loss), self._unit.of_report(report), report)
+        num_gradients = 0
+
+        def closure() -> Tensor:
+            nonlocal num_gradients
+            num_gradients += 1
+            self.optimizer.zero_grad()
+            _, loss = self._objective(batch)
+            loss.backward()  # type: ignore[no-untyped-call]
+            return loss.detach()
+
+        # LBFGS asks for several gradients in a step; the others for one.
+        loss = self.optimizer.step(closure)  # type: ignore[arg-type, assignment]
+        return Step(float(loss), num_gradients * self._unit.of_samples(len(batch[0])))
+
+
+def _value(text: str) -> Any:
+    if text.lower() in ("true", "false", "none"):
+        return {"true": True, "false": False, "none": None}[text.lower()]
+    if "/" in text:
+        return tuple(map(_value, text.split("/")))
+    try:
+        value = ast.literal_eval(text)
+    except (SyntaxError, ValueError):
+        return text
+    return value if isinstance(value, (int, float)) else text
+
+
+def _text(value: Any) -> str:
+    return "/".join(map(_text, value)) if isinstance(value, tuple) else str(value)
+
+
+def _policy(value: Any) -> Any:
+    """An object of the class of the library that a word names; other values as they are."""
+    if not isinstance(value, str) or value not in blockhf.__all__:
+        return value
+    kind = getattr(blockhf, value)
+    return kind() if isinstance(kind, type) else value
