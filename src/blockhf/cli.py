@@ -190,18 +190,48 @@ def _experiments(app: "typer.Typer", fail: Callable[[Exception], NoReturn]) -> N
         from blockhf.experiments.runs import Config
 
         def run() -> bool:
-            try:
-                numbers = [int(seed) for seed in seeds.split(",") if seed.strip()]
-            except ValueError:
-                raise ValueError(f"Cannot read the seeds {seeds!r}. Write 0,1,2.") from None
             specs = optimizer or tasks.get(task, preset).figure()
             configs = [
-                Config(task, preset, spec, seed, budget, stop, threads) for seed in numbers for spec in specs
+                Config(task, preset, spec, seed, budget, stop, threads)
+                for seed in _seeds(seeds)
+                for spec in specs
             ]
-            if not configs:
-                raise ValueError("There is no seed. Write --seeds 0,1,2.")
             folder = out or Path("runs") / f"{task}-{preset}"
             return commands.compare(configs, folder, Console(), data=data, tensorboard=tensorboard)
+
+        attempt(run)
+
+    @app.command()
+    def race(
+        task: Task,
+        names: Annotated[
+            list[str] | None,
+            typer.Option("--family", help="One of them; repeat it for each.", show_default="all"),
+        ] = None,
+        seeds: Annotated[str, typer.Option(help="Numbers with commas between them.")] = "0,1,2",
+        preset: Preset = "quick",
+        search: Annotated[str, typer.Option(help="Budget of each setting in the search.")] = "40ge",
+        budget: Annotated[str, typer.Option(help="Budget of each final run.")] = "200ge",
+        out: Annotated[
+            Path | None, typer.Option(help="Folder of the race.", show_default="runs/race-TASK-PRESET")
+        ] = None,
+        data: Data = None,
+        threads: Threads = 0,
+    ) -> None:
+        """Race optimizers, each with settings found by an equal search, to targets of the train loss.
+
+        What is finished is kept, what was interrupted goes on.
+        """
+        from rich.console import Console
+
+        from blockhf.experiments import race, tasks
+
+        def run() -> bool:
+            chosen = tasks.get(task, preset)
+            plan = race.Plan(
+                task, preset, names or list(race.families(chosen)), _seeds(seeds), search, budget, threads
+            )
+            return race.run(plan, chosen, out or Path("runs") / f"race-{task}-{preset}", Console(), data=data)
 
         attempt(run)
 
@@ -221,6 +251,16 @@ def _experiments(app: "typer.Typer", fail: Callable[[Exception], NoReturn]) -> N
             commands.redraw(runs, out, Console())
         except (OSError, ValueError) as error:
             fail(error)
+
+
+def _seeds(text: str) -> list[int]:
+    try:
+        seeds = [int(seed) for seed in text.split(",") if seed.strip()]
+    except ValueError:
+        raise ValueError(f"Cannot read the seeds {text!r}. Write 0,1,2.") from None
+    if not seeds:
+        raise ValueError("There is no seed. Write --seeds 0,1,2.")
+    return seeds
 
 
 def _data(fail: Callable[[Exception], NoReturn]) -> "typer.Typer":

@@ -34,7 +34,7 @@ _POLICIES = {
     "sampling": "size",
 }
 _FEWEST_SAMPLES = 600
-"""Curvature is taken from at least so many samples, if there are as many, where a share is asked for."""
+"""Neither gradient nor, where a share is asked for, curvature is taken from fewer, if there are as many."""
 
 _SETTINGS = ("curvature_batch_size", "micro_batch_size", "reduction", "measure_memory")
 
@@ -386,7 +386,7 @@ class BlockHF(Optimizer):
                 held_out = take(batch, num_available - num_held_out, num_available)
             num_samples = num_available - num_held_out
             if num_held_out > 0 or not getattr(self.sampling, "needs_signal", False):
-                num_samples = self.sampling.size(num_samples)
+                num_samples = max(self.sampling.size(num_samples), min(_FEWEST_SAMPLES, num_samples))
             if num_samples < num_available:
                 batch = take(batch, 0, num_samples)
             if curvature is None:

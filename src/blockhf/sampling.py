@@ -70,13 +70,13 @@ class NoiseScale:
     1000
     >>> sampling.update(Spent(num_samples=1000, signal=0.5, rest=4000))
     >>> sampling.size(4000)  # the square root of 1000 times 4000 is 2000, but not all at once
-    1300
+    1500
     """
 
     needs_signal = True
 
     def __init__(
-        self, *, start: float = 0.25, least: float = 0.1, change: float = 1.3, memory: float = 0.8
+        self, *, start: float = 0.1, least: float = 0.05, change: float = 1.5, memory: float = 0.8
     ) -> None:
         if not 0 < least <= start <= 1:
             raise ValueError(f"start is {start}, but must be at least {least}, the least, and at most 1.")

@@ -272,13 +272,13 @@ def _show(compared: Sequence[Comparison], console: Console) -> None:
         heads = page.headings(each)
         rows = [page.cells(line) for line in comparison.summaries(each)]
         targets = slice(-1 - len(each.settings["targets"]), -1)
-        totals = _table(
+        totals = table(
             [*heads[: targets.start], heads[-1]], [[*row[: targets.start], row[-1]] for row in rows]
         )
         totals.title = f"{each.settings['title']}, {each.preset}"
         totals.title_justify = "left"
         console.print(totals)
-        reached = _table([heads[0], *heads[targets]], [[row[0], *row[targets]] for row in rows])
+        reached = table([heads[0], *heads[targets]], [[row[0], *row[targets]] for row in rows])
         reached.caption_justify = "left"
         reached.caption = (
             "Medians over the seeds. Under a target: updates / GE / seconds until the test first was that "
@@ -288,7 +288,7 @@ def _show(compared: Sequence[Comparison], console: Console) -> None:
         console.print(reached)
 
 
-def _table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
+def table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
     table = Table(box=box.SIMPLE_HEAD, collapse_padding=True)
     table.add_column(heads[0])
     for head in heads[1:]:

@@ -56,6 +56,7 @@ class Task:
         load: Reads training and test samples; takes the folder that the user named, or none.
         metric: What the test is judged by.
         large_batch: The batch of HF. One gradient on it is one GE.
+        race_batch: What the library's default method is given, to take from it what it needs.
         curvature_batches: Those of HF and block HF in the paper's figure.
         adam_batches: Those of Adam there.
         recipe: Options of ``BlockHF.paper``.
@@ -78,6 +79,7 @@ class Task:
     load: Callable[[Path | None], tuple[Samples, Samples]]
     metric: Literal["loss", "accuracy"]
     large_batch: int
+    race_batch: int
     curvature_batches: tuple[int, ...]
     adam_batches: tuple[int, ...]
     recipe: Mapping[str, Any]
@@ -185,6 +187,7 @@ def _autoencoder(preset: Preset) -> Task:
         load=load,
         metric="loss",
         large_batch=6000,
+        race_batch=30_000,
         curvature_batches=(3000, 1200, 600),
         adam_batches=(600, 6000),
         recipe={"lr": 0.1, "damping": 0.0, "max_cg_steps": 30, "warm_start": 0.95},
@@ -196,12 +199,13 @@ def _autoencoder(preset: Preset) -> Task:
     if preset == "paper":
         return task
     if preset == "cpu":
-        return replace(task, budget="600s", num_evaluated=10_000, stop="budget")
+        return replace(task, budget="600s", num_evaluated=10_000, growth=1.05, stop="budget")
     return replace(
         task,
         title="Autoencoder 784-200-60-20 of 6,000 MNIST digits",
         make_model=partial(autoencoder.Autoencoder, (784, 200, 60, 20)),
         large_batch=1500,
+        race_batch=3000,
         curvature_batches=(750, 300, 150),
         adam_batches=(150, 1500),
         targets=(40.0, 25.0, 18.0),
@@ -229,6 +233,7 @@ def _lstm(preset: Preset) -> Task:
         load=load,
         metric="accuracy",
         large_batch=6000,
+        race_batch=6000,
         curvature_batches=(3000, 1200, 600),
         adam_batches=(100, 2000, 6000),
         recipe={"lr": 0.1, "damping": 0.01, "max_cg_steps": 100, "cg_rtol": 1e-3, "warm_start": 0.95},
@@ -240,11 +245,12 @@ def _lstm(preset: Preset) -> Task:
     if preset == "paper":
         return task
     if preset == "cpu":
-        return replace(task, budget="600s", num_evaluated=10_000, stop="budget")
+        return replace(task, budget="600s", num_evaluated=10_000, growth=1.05, stop="budget")
     return replace(
         task,
         title="Three peephole LSTM layers of 10 cells on 6,000 MNIST digits as sequences",
         large_batch=1500,
+        race_batch=3000,
         curvature_batches=(300, 150),
         adam_batches=(100, 1500),
         targets=(0.3, 0.4, 0.5),
@@ -280,6 +286,7 @@ def _residual(preset: Preset) -> Task:
         load=load,
         metric="accuracy",
         large_batch=2048,
+        race_batch=2048,
         curvature_batches=(512, 256, 128),
         adam_batches=(256, 2048),
         recipe={
@@ -313,6 +320,7 @@ def _residual(preset: Preset) -> Task:
         title="Residual network of 4, 8 and 16 channels on 6,000 MNIST digits",
         make_model=partial(residual.ResidualNetwork, 10, (4, 8, 16), 1),
         large_batch=500,
+        race_batch=500,
         curvature_batches=(125, 60),
         adam_batches=(60, 500),
         targets=(0.3, 0.5, 0.7),
