@@ -229,6 +229,18 @@ def test_block_hf_and_hf_share_colors(whole: Comparison) -> None:
         assert block[1] == "solid" != single[1]
 
 
+@pytest.mark.parametrize(
+    ("low", "high", "expected"),
+    [
+        (1.0, 100.0, [1, 2, 5, 10, 20, 50, 100]),
+        (2.25, 2.36, [2.25, 2.28, 2.31, 2.34]),
+        (1e-20, 1e20, [1e-20, 1e-16, 1e-12, 1e-8, 1e-4, 1, 1e4, 1e8, 1e12, 1e16, 1e20]),
+    ],
+)
+def test_an_axis_has_a_few_round_numbers(low: float, high: float, expected: list[float]) -> None:
+    assert figures._places(low, high, (1, 2, 5)) == pytest.approx(expected)
+
+
 def test_png_and_svg_are_whole_and_the_same_each_time(whole: Comparison) -> None:
     drawn, again = (figures.svg(figures.draw(whole, "ge")) for _ in range(2))
     assert drawn == again

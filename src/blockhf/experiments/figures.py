@@ -12,7 +12,7 @@ from typing import Any
 from matplotlib import rc_context
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter, NullFormatter
+from matplotlib.ticker import FuncFormatter, MaxNLocator, NullFormatter
 
 from blockhf.experiments import comparison
 from blockhf.experiments.comparison import Comparison
@@ -71,10 +71,20 @@ def _scale_errors(axes: Axes, errors: Sequence[float]) -> None:
     finite = [error for error in errors if math.isfinite(error) and error > 0] or [1.0]
     low, high = 0.93 * min(finite), 1.07 * max(finite)
     axes.set(yscale="log", ylim=(low, high), ylabel="test error")
-    places = [digit * 10.0**power for power in range(-6, 7) for digit in (1, 1.2, 1.5, 2, 3, 5, 7)]
-    axes.set_yticks([place for place in places if low <= place <= high])
+    axes.set_yticks(_places(low, high, (1, 1.2, 1.5, 2, 3, 5, 7)))
     axes.yaxis.set_major_formatter(FuncFormatter(_plain))
     axes.yaxis.set_minor_formatter(NullFormatter())
+
+
+def _places(low: float, high: float, digits: Sequence[float]) -> list[float]:
+    """Round numbers for a logarithmic axis; evenly spaced where few of these digits fall on it."""
+    powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
+    step = max(1, len(powers) // 10)
+    places = [digit * 10.0**power for power in powers[::step] for digit in (digits if step == 1 else (1,))]
+    places = [place for place in places if low <= place <= high]
+    if len(places) < 3:
+        places = [place for place in MaxNLocator(4).tick_values(low, high) if low <= place <= high]
+    return places
 
 
 def _plain(value: float, _: int | None = None) -> str:
@@ -186,6 +196,8 @@ def draw_alone(compared: Comparison, panel: Panel) -> Figure:
 
 
 def _draw(panel: Panel, axes: Axes, looks: dict[str, Any]) -> None:
+    values: list[float] = []
+    places: list[float] = []
     for curve in panel.curves:
         color, dashes = looks[curve.label]
         # What has no place on a logarithmic axis: the start, which is the same for all.
@@ -197,11 +209,14 @@ def _draw(panel: Panel, axes: Axes, looks: dict[str, Any]) -> None:
         axes.plot(along[-1:], middle[-1:], color=color, marker="o", markersize=4)
         if low != high:
             axes.fill_between(along, low, high, color=color, alpha=0.15, linewidth=0)
-    values = [value for curve in panel.curves for value in curve.middle]
+        values += middle
+        places += along
     if panel.is_log:
         _scale_errors(axes, values)
     axes.set(xscale="log", xlabel=comparison.AXES[panel.axis], ylabel=panel.metric)
     axes.set_title(panel.title, fontsize=10)
+    if places and max(places) < 30 * min(places):
+        axes.set_xticks(_places(min(places), max(places), (1, 2, 3, 5)))
     axes.xaxis.set_major_formatter(FuncFormatter(_plain))
     axes.xaxis.set_minor_formatter(NullFormatter())
     axes.grid(color=_FAINT, linewidth=0.6)
