@@ -29,6 +29,14 @@ def _cubic(factor: float) -> Callable[..., int]:
     return count
 
 
+def _convolution_backward(gradient: Tensor, inputs: Tensor, weight: Tensor, *rest: Any, **_: Any) -> int:
+    """As much as the convolution itself, for each of the two that are asked for."""
+    transposed, mask = rest[4], rest[7]
+    positions = inputs if transposed else gradient
+    return 2 * positions.numel() * (weight.numel() // weight.shape[0]) * sum(mask[:2])
+
+
+# torch's own count of the gradient of a convolution is too large where it has groups, as under vmap.
 # Golub & Van Loan, "Matrix Computations". The matrix-vector product is missing in torch's own table.
 _FORMULAS: dict[Any, Callable[..., Any]] = {
     _aten.linalg_cholesky_ex: _cubic(1 / 3),
@@ -36,6 +44,7 @@ _FORMULAS: dict[Any, Callable[..., Any]] = {
     _aten._linalg_eigh: _cubic(9),
     _aten.cholesky_solve: lambda b, factor, *_, **__: 2 * factor.shape[-1] * b.numel(),
     _aten.linalg_solve_triangular: lambda factor, b, *_, **__: factor.shape[-1] * b.numel(),
+    _aten.convolution_backward: _convolution_backward,
     _aten.mv: lambda matrix, *_, **__: 2 * matrix.numel(),
 }
 
