@@ -133,7 +133,7 @@ class Traced:
         trace = Trace(curvature, problem.objective, part.batch, problem.blocks, problem.modules)
         trace.compile = self.compile
         matrix, _ = trace.at(problem, part)
-        reference = curvature.at(problem.linearizable(part), problem.blocks)
+        reference = curvature.at(problem.linearizable(part, fresh=True), problem.blocks)
         for index, block in enumerate(problem.blocks):
             if off := disagreement(matrix, reference, index, block.size, block.params[0]):
                 raise TracingError(f"a traced product of block {block.name!r} is off by {off:.1e}")

@@ -1,0 +1,122 @@
+"""The size of the gradient's sample: arithmetic on numbers, and what the optimizer makes of it."""
+
+from __future__ import annotations
+
+import math
+import re
+
+import pytest
+
+from blockhf import AllSamples, Backtracking, BlockHF, NoiseScale, blocks
+from blockhf.sampling import Spent
+from optimizer_tasks import Task
+
+
+def test_all_samples_are_all_there_are() -> None:
+    sampling = AllSamples()
+    sampling.update(Spent(10, 0.5, 100.0))
+    assert sampling.size(17) == 17
+
+
+@pytest.mark.parametrize(("available", "expected"), [(4000, 1000), (10, 2), (3, 1), (1, 1)])
+def test_the_first_sample_is_the_share_to_start_with(available: int, expected: int) -> None:
+    assert NoiseScale(start=0.25).size(available) == expected
+
+
+@pytest.mark.parametrize(
+    ("signal", "rest", "expected"),
+    [
+        pytest.param(0.5, 1000.0, 1000, id="as much noise as signal, and as dear as the rest"),
+        pytest.param(0.5, 1210.0, 1100, id="the root of scale times rest"),
+        pytest.param(0.5, 1e6, 1300, id="not faster than change"),
+        pytest.param(0.5, 1.0, 769, id="not slower than change"),
+        pytest.param(-3.0, 1000.0, 1300, id="no signal at all"),
+        pytest.param(5.0, 1000.0, 769, id="nothing but signal"),
+        pytest.param(None, 1000.0, 1000, id="unknown"),
+        pytest.param(math.nan, 1000.0, 1000, id="no number"),
+        pytest.param(math.inf, 1000.0, 1000, id="infinite"),
+    ],
+)
+def test_the_size_follows_the_noise_scale(signal: float | None, rest: float, expected: int) -> None:
+    sampling = NoiseScale(start=0.25)
+    sampling.update(Spent(1000, signal, rest))
+    assert sampling.size(4000) == expected
+
+
+def test_the_noise_scale_is_a_geometric_mean_with_a_memory() -> None:
+    sampling = NoiseScale(memory=0.5, change=100.0)
+    sampling.update(Spent(100, 0.5, 100.0))
+    sampling.update(Spent(100, 0.2, 100.0))  # noise scales of 100 and of 400
+    assert (
+        sampling.size(
+            10_000,
+        )
+        == 1000
+    )  # the least share
+    assert sampling.size(1000) == round(math.sqrt(200 * 100))
+
+
+def test_the_size_is_between_the_least_share_and_all() -> None:
+    sampling = NoiseScale(start=0.25, least=0.1)
+    sampling.update(Spent(1000, 0.5, 1000.0))
+    assert sampling.size(100) == 100
+    assert sampling.size(100_000) == 10_000
+
+
+def test_a_saved_state_goes_on_alike() -> None:
+    one, other = NoiseScale(), NoiseScale()
+    one.update(Spent(1000, 0.3, 500.0))
+    other.load_state_dict(one.state_dict())
+    for sampling in (one, other):
+        sampling.update(Spent(900, 0.6, 800.0))
+    assert one.size(4000) == other.size(4000)
+    assert one.state_dict() == other.state_dict()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"start": 0.05}, "start is 0.05, but must be at least 0.1, the least, and at most 1."),
+        ({"start": 1.5}, "start is 1.5, but must be at least 0.1, the least, and at most 1."),
+        ({"least": 0.0}, "start is 0.25, but must be at least 0.0"),
+        ({"change": 1.0}, "change is 1.0, but must be above 1."),
+        ({"memory": 1.0}, "memory is 1.0, but must be at least 0 and below 1."),
+        ({"memory": -0.1}, "memory is -0.1, but must be at least 0 and below 1."),
+    ],
+)
+def test_an_invalid_sampling_is_refused_with_value_and_bound(options: dict[str, float], message: str) -> None:
+    with pytest.raises(ValueError, match="^" + re.escape(message)):
+        NoiseScale(**options)
+
+
+def gradient_batches(optimizer: BlockHF, task: Task, method: str = "step") -> list[int]:
+    sizes = []
+    for _ in range(2):
+        getattr(optimizer, method)(task.objective, task.batch)
+        assert optimizer.report is not None
+        sizes.append(optimizer.report.work["gradient_batch"])
+    return sizes
+
+
+def test_where_too_few_samples_are_there_to_hold_some_out_the_gradient_takes_them_all() -> None:
+    task = Task(num_samples=100)
+    assert gradient_batches(BlockHF(blocks.by_layer(task.model)), task) == [100, 100]
+
+
+def test_with_a_search_that_holds_nothing_out_the_gradient_takes_all() -> None:
+    task = Task(num_samples=200)
+    optimizer = BlockHF(blocks.by_layer(task.model), search=Backtracking())
+    assert gradient_batches(optimizer, task) == [200, 200]
+
+
+def test_directions_come_from_the_whole_batch_and_leave_the_damping_alone() -> None:
+    task = Task(num_samples=200)
+    optimizer = BlockHF(blocks.by_layer(task.model))
+    before = [group["damping"] for group in optimizer.param_groups]
+    assert gradient_batches(optimizer, task, "direction") == [200, 200]
+    assert [group["damping"] for group in optimizer.param_groups] == before
+
+
+def test_with_enough_samples_a_quarter_is_held_out_and_a_quarter_of_the_rest_taken_first() -> None:
+    task = Task(num_samples=400)
+    assert gradient_batches(BlockHF(blocks.by_layer(task.model)), task)[0] == 75
