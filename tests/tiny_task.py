@@ -26,6 +26,7 @@ def task(preset: Any = "quick", **changes: Any) -> tasks.Task:
         "load": load,
         "metric": "loss",
         "large_batch": 60,
+        "race_batch": 100,
         "curvature_batches": (30, 20),
         "adam_batches": (20, 60),
         "recipe": {"lr": 0.1, "damping": 0.1, "max_cg_steps": 3, "slow_start": (2, 1)},

@@ -33,7 +33,7 @@ def _convolution_backward(gradient: Tensor, inputs: Tensor, weight: Tensor, *res
     """As much as the convolution itself, for each of the two that are asked for."""
     transposed, mask = rest[4], rest[7]
     positions = inputs if transposed else gradient
-    return 2 * positions.numel() * (weight.numel() // weight.shape[0]) * sum(mask[:2])
+    return int(2 * positions.numel() * (weight.numel() // weight.shape[0]) * sum(mask[:2]))
 
 
 # torch's own count of the gradient of a convolution is too large where it has groups, as under vmap.

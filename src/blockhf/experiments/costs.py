@@ -37,23 +37,7 @@ class Unit:
 
     def of_report(self, report: StepReport) -> float:
         """The cost of a step of ``BlockHF``."""
-        if (flops := report.work.get("flops")) is not None:
-            return float(flops) / self.flops
-        return self._estimate(report)
-
-    def _estimate(self, report: StepReport) -> float:
-        """From the samples that passed through, where the report has no count.
-
-        A forward pass is a third of a gradient. A product is a forward and a backward of the linearization,
-        pruned to its block.
-        """
-        work = report.work
-        samples = (
-            work["gradient_samples"]
-            + (work["evaluated_samples"] + work["linearized_samples"]) / 3
-            + 0.67 * report.num_products * (work["curvature_batch"] or 1)
-        )
-        return samples / self.samples
+        return report.work["flops"] / self.flops
 
 
 def unit(task: Task, model: nn.Module, samples: Samples) -> Unit:

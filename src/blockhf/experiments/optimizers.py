@@ -11,7 +11,8 @@ A spec is a name and, after a colon, options with commas between them::
 
 ``batch`` is the number of samples of an update, the task's large batch unless it is named; ``curvature`` the
 number of those that curvature is taken from; ``schedule=cosine`` lets ``lr`` fall to zero over the budget.
-All others go to the optimizer. For ``blockhf`` a policy is named by its class: ``search=Backtracking``.
+All others go to the optimizer. For ``blockhf`` a policy is named by its class, ``search=Backtracking``, and
+``without=`` leaves out a part of the method: ``without=momentum`` (see ``WITHOUT``).
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 import blockhf
-from blockhf import BlockHF, blocks
+from blockhf import AllSamples, BlockHF, ByCoefficient, Identity, Precondition, Subspace, blocks
 from blockhf.experiments.costs import Unit
 from blockhf.experiments.tasks import Batch, Task
 from blockhf.report import StepReport
@@ -42,8 +43,18 @@ FIRST_ORDER: Mapping[str, Callable[..., Optimizer]] = {
 
 SECOND_ORDER = ("block-hf", "hf", "blockhf")
 
+WITHOUT: Mapping[str, Callable[[], dict[str, Any]]] = {
+    "held-out": lambda: {"search": Subspace(held_out=0.0)},
+    "momentum": lambda: {"search": Subspace(momentum=False)},
+    "preconditioner": lambda: {"preconditioner": Identity()},
+    "cg": lambda: {"solver": Precondition()},
+    "sampling": lambda: {"sampling": AllSamples()},
+    "adaptation": lambda: {"damping": ByCoefficient().initial},
+}
+"""Parts of the default method, and what it has in their place without them."""
+
 _OURS = ("batch", "schedule")
-_OURS_SECOND = (*_OURS, "curvature", "blocks")
+_OURS_SECOND = (*_OURS, "curvature", "blocks", "without")
 _BLOCKS: Mapping[str, Callable[[nn.Module], list[blocks.Group]]] = {
     "single": blocks.single,
     "module": blocks.by_module,
@@ -79,6 +90,11 @@ class Spec:
             raise ValueError(
                 f"blocks of {self.name} is {self.options['blocks']!r}, but must be one of "
                 f"{', '.join(_BLOCKS)}."
+            )
+        if self.options.get("without", "cg") not in WITHOUT:
+            raise ValueError(
+                f"without of {self.name} is {self.options['without']!r}, but must be one of "
+                f"{', '.join(WITHOUT)}."
             )
         known = self._known()
         if unknown := [key for key in self.options if key not in known]:
@@ -151,6 +167,8 @@ class Spec:
         common: dict[str, Any] = {"measure_memory": False}
         if "curvature" in self.options:
             common["curvature_batch_size"] = self.options["curvature"]
+        if "without" in self.options:
+            common |= WITHOUT[self.options["without"]]()
         if self.name == "blockhf":
             return BlockHF(partition(model), **{**common, **rest})
         return BlockHF.paper(partition(model), **{**common, **task.recipe, **rest})

@@ -97,7 +97,7 @@ def run(plan: Plan, task: Task, out: Path, console: Console, *, data: Path | Non
     known = families(task)
     if unknown := [name for name in plan.names if name not in known]:
         raise ValueError(f"There is no family {', '.join(unknown)}. There are {', '.join(known)}.")
-    targets = TARGETS[plan.task] if plan.preset != "quick" else task.targets
+    targets = task.targets if plan.preset == "quick" else TARGETS.get(plan.task, task.targets)
     searched = {name: known[name] for name in plan.names if len(known[name]) > 1}
     chosen = {name: known[name][0] for name in plan.names}
     if searched:
