@@ -56,6 +56,11 @@ class BlockHF(Optimizer):
     quadratic model of the loss is minimized by conjugate gradients, which multiply with the block's part
     of the curvature matrix and never form it. One group is ordinary Hessian-free optimization.
 
+    The defaults are a method that needs no tuning (docs/method.md): a few preconditioned iterations, step
+    lengths chosen on samples that were held out, damping that adapts, and a gradient from as many samples as
+    the noise asks for. Pass as large a batch as you can. ``BlockHF.paper`` is the paper's method and
+    ``BlockHF.martens`` that of Martens, both in this class.
+
     Every option of the first list is a group option: groups may set their own, and each is read afresh
     at each step, so schedulers and edits of ``param_groups`` take effect.
 
@@ -70,14 +75,18 @@ class BlockHF(Optimizer):
         warm_start: CG starts from this multiple of the last solution; 0 starts from zero.
         slow_start: ``(num_updates, max_cg_steps)``: fewer CG iterations in the first updates.
 
-        curvature_batch_size: How many samples of the batch, from its front, curvature is taken from.
+        curvature_batch_size: How many samples of the gradient's, from their front, curvature is taken from; a
+            share of them, though no fewer than 600; or ``None`` for all.
         micro_batch_size: How many samples are in memory at a time; the result is the same.
         reduction: Whether the objective's loss is the mean or the sum over its samples.
         curvature: Which matrix: ``GaussNewton()``, ``Hessian()``, ``EmpiricalFisher()``, …
         products: How to multiply with it: ``Auto()``, ``Traced()``, ``Formed()``, ``DoubleBackward()``.
-        search: How far to go: ``Backtracking()``, ``FixedStep()``, ``BestIterate()``.
-        solver: Solves the blocks' systems: ``ConjugateGradient()``.
-        preconditioner: Makes an approximate inverse of each block's matrix for CG.
+        search: How far to go: ``Subspace()``, ``Backtracking()``, ``FixedStep()``, ``BestIterate()``.
+        solver: Solves the blocks' systems: ``Cholesky()``, ``ConjugateGradient()``, ``GaussSeidel()``, …
+        preconditioner: Makes an approximate inverse of each block's matrix for CG: ``Kronecker()``,
+            ``Diagonal()``, ``Nystrom()``, ``Identity()``.
+        sampling: How many samples of the batch the gradient is taken from: ``NoiseScale()``,
+            ``AllSamples()``.
         measure_memory: Whether the report has the peak memory by phase. The peak is that of the device,
             or on the CPU of the process, and is reset for the purpose.
 
