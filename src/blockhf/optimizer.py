@@ -119,7 +119,7 @@ class BlockHF(Optimizer):
         cg_progress: float = 0.0,
         warm_start: float = 0.0,
         slow_start: tuple[int, int] | None = None,
-        curvature_batch_size: int | float | None = 0.1,
+        curvature_batch_size: int | float | None = 0.05,
         micro_batch_size: int | None = None,
         reduction: Reduction = "mean",
         curvature: Curvature | None = None,
