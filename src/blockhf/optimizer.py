@@ -250,8 +250,9 @@ class BlockHF(Optimizer):
     def direction(self, objective: Objective, batch: Any = None, curvature: Any = None) -> Tensor:
         """Write the negated directions into ``.grad`` and leave the parameters to another optimizer.
 
-        Arguments and result are those of ``step``. No samples are held out. Where the directions cannot be had, because something
-        is not finite, ``.grad`` becomes ``None``, and other optimizers skip the parameter.
+        Arguments and result are those of ``step``. No samples are held out. Where the directions cannot be
+        had, because something is not finite, ``.grad`` becomes ``None``, and other optimizers skip the
+        parameter.
         """
         with self._problem(objective, batch, curvature, searches=False) as problem:
             watch = Stopwatch(problem.devices[0], memory=self.measure_memory)
@@ -349,7 +350,7 @@ class BlockHF(Optimizer):
             before = float(found.loss) if choice.before is None else choice.before
             ratio = (choice.loss - before) / choice.change
         self.report = self._report(found, choice, accepted=True, ratio=ratio)
-        shares = choice.lengths or choice.coefficients or [None] * len(found.groups)
+        shares: Sequence[float | None] = choice.lengths or choice.coefficients or [None] * len(found.groups)
         self._adapt(found, choice, [Outcome(True, ratio, share) for share in shares])
         return found.loss
 
@@ -365,9 +366,7 @@ class BlockHF(Optimizer):
         for group, outcome in zip(found.groups, outcomes, strict=True):
             group["damping"] = self.damping.update(float(group["damping"]), outcome)
 
-    def _problem(
-        self, objective: Objective, batch: Any, curvature: Any, *, searches: bool = True
-    ) -> Problem:
+    def _problem(self, objective: Objective, batch: Any, curvature: Any, *, searches: bool = True) -> Problem:
         for group in self.param_groups:
             _check_options(group["name"], group)
         blocks = []
