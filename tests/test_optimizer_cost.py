@@ -111,8 +111,8 @@ def test_a_step_of_the_paper_costs_a_gradient_a_linearization_and_its_products(p
         assert passes == [NUM_SAMPLES, 6]
         assert products == [k if step == 0 else k + 1] * len(groups), "a warm start costs a product"
         assert_report_agrees(optimizer, passes, products)
-        counts = {key: value for key, value in optimizer.report.work.items() if "flops" not in key}
-        assert counts == {
+        work = {name: value for name, value in optimizer.report.work.items() if "flops" not in name}
+        assert work == {
             "num_gradients": 1,
             "gradient_samples": NUM_SAMPLES,
             "num_linearizations": 1,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,8 +15,17 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from blockhf.operators import Counted, Dense, LinearOperator
-from blockhf.solvers import ConjugateGradient, Solution, Status, System, conjugate_gradient
+from blockhf.operators import Counted, Damped, Dense, DiagonalBlock, LinearOperator
+from blockhf.solvers import (
+    Cholesky,
+    ConjugateGradient,
+    GaussSeidel,
+    Precondition,
+    Solution,
+    Status,
+    System,
+    conjugate_gradient,
+)
 
 NAN, INF = math.nan, math.inf
 
@@ -457,3 +466,56 @@ def test_the_solver_of_blocks_solves_each_with_its_own_options() -> None:
         assert isinstance(system.operator, Dense)
         exact = torch.linalg.solve(system.operator.matrix, system.rhs)
         torch.testing.assert_close(solution.x, exact, rtol=1e-4, atol=1e-6)
+
+
+class Whole:
+    """A dense matrix in blocks of 4 and 3, with some of its diagonal blocks there."""
+
+    places = (slice(0, 4), slice(4, 7))
+
+    def __init__(self, formed: Sequence[int] = ()) -> None:
+        self.matrix = spd(7)
+        self.dense = {index: self.matrix[self.places[index], self.places[index]] for index in formed}
+
+    def product(self, row: int, column: int, vector: Tensor) -> Tensor:
+        return self.matrix[self.places[row], self.places[column]] @ vector
+
+    def systems(self, damping: float = 0.1, **options: Any) -> list[System]:
+        return [
+            System(i, Damped(DiagonalBlock(self, i), damping), vector(7)[own], rtol=1e-12, **options)
+            for i, own in enumerate(self.places)
+        ]
+
+
+@pytest.mark.parametrize("formed", [(), (1,), (0, 1)])
+def test_gauss_seidel_solves_the_upper_triangle_of_blocks(formed: tuple[int, ...]) -> None:
+    whole = Whole(formed)
+    damped = whole.matrix + 0.1 * torch.eye(7, dtype=torch.float64)
+    damped[4:, :4] = 0
+    found = torch.cat([solution.x for solution in GaussSeidel().solve(whole.systems(), whole)])
+    torch.testing.assert_close(found, torch.linalg.solve(damped, vector(7)))
+
+
+def test_a_factorization_is_worth_what_the_solver_says_and_gauss_seidel_what_its_own_does() -> None:
+    assert Cholesky().worth == GaussSeidel().worth == 100
+    assert GaussSeidel(Cholesky(worth=7)).worth == 7
+    assert GaussSeidel(ConjugateGradient()).worth == 0
+
+
+def test_the_preconditioner_alone_takes_no_product() -> None:
+    whole = Whole()
+    inverse = Dense(spd(4, seed=3))
+    (solution,) = Precondition().solve(whole.systems(preconditioner=inverse)[:1], whole)
+    torch.testing.assert_close(solution.x, inverse.matrix @ vector(7)[:4])
+    assert (solution.num_products, solution.num_steps, solution.status) == (0, 0, Status.STEP_LIMIT)
+    assert solution.model == pytest.approx(-0.5 * float(solution.x @ vector(7)[:4]))
+    broken = Dense(torch.full((4, 4), math.nan, dtype=torch.float64))
+    (solution,) = Precondition().solve(whole.systems(preconditioner=broken)[:1], whole)
+    assert solution.status is Status.NON_FINITE
+    assert not bool(solution.x.any())
+
+
+def test_a_preconditioner_alone_has_to_be_there() -> None:
+    whole = Whole()
+    with pytest.raises(ValueError, match=r"^Precondition\(\) needs a preconditioner, e\.g\. "):
+        Precondition().solve(whole.systems(), whole)

@@ -32,6 +32,11 @@ def gram(matrix: BlockMatrix, columns: Sequence[int], vectors: Sequence[Tensor])
     if hasattr(matrix, "gram"):
         result: Tensor = matrix.gram(columns, vectors)
         return result
+    return gram_by_products(matrix, columns, vectors)
+
+
+def gram_by_products(matrix: BlockMatrix, columns: Sequence[int], vectors: Sequence[Tensor]) -> Tensor:
+    """The same for any matrix: a product for each vector and each block."""
     rows = sorted(set(columns))
     result = vectors[0].new_empty(len(vectors), len(vectors))
     for j, (column, vector) in enumerate(zip(columns, vectors, strict=True)):

@@ -57,6 +57,7 @@ from blockhf.objective import (
     tensors_of,
     twice_differentiable,
 )
+from blockhf.operators import gram_by_products
 
 _LONG = 1500
 """Operations from which on only what repeats is compiled."""
@@ -250,6 +251,11 @@ class Trace:
             self._products[row, column] = (_Compiled if self.compile else _InPlace)(product)
         return self._products[row, column]
 
+    @property
+    def has_halves(self) -> bool:
+        """Whether the matrix is of the form ``Jᵀ H J``."""
+        return self._num_halves > 0
+
     def halves(self, column: int) -> _Product:
         """The function from residuals and a column's vector to ``J v`` and ``H J v``."""
         if column not in self._halves:
@@ -365,6 +371,8 @@ class _TracedPart:
             return function(self.residuals, self.blocks[row], self.blocks[column], vector)
 
     def gram(self, columns: Sequence[int], vectors: Sequence[Tensor]) -> Tensor:
+        if not self.trace.has_halves:  # as with the Hessian
+            return gram_by_products(self, columns, vectors)
         return inner([self._halves(*pair) for pair in zip(columns, vectors, strict=True)])
 
     def _halves(self, column: int, vector: Tensor) -> tuple[Sequence[Tensor], Sequence[Tensor]]:

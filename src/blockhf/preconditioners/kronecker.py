@@ -377,7 +377,8 @@ def _leaf(node: Any) -> tuple[Tensor, bool] | None:
         name = node.name()
         if name == "torch::autograd::AccumulateGrad":
             return node.variable, transposed
-        if name not in ("TBackward0", "TransposeBackward0"):
+        swaps = name == "PermuteBackward0" and [dim % 2 for dim in node._saved_dims] == [1, 0]  # .T
+        if name not in ("TBackward0", "TransposeBackward0") and not swaps:
             return None
         transposed = not transposed
         node = node.next_functions[0][0]

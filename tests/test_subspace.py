@@ -1,0 +1,304 @@
+"""Products within a subspace, and the search in it, against dense matrices."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import oracles
+from blockhf import (
+    Auto,
+    DoubleBackward,
+    EmpiricalFisher,
+    Formed,
+    GaussNewton,
+    Hessian,
+    Subspace,
+    Traced,
+    blocks,
+)
+from blockhf.curvature import Curvature, auto
+from blockhf.curvature.products import Noted
+from blockhf.objective import Problem
+from blockhf.operators import gram
+from blockhf.search import Choice, Proposal
+from cases import ONE_PER_NETWORK, Case, as_blocks
+from optimizer_tasks import Task, dense_gauss_newton, dense_gradient, dense_loss, equal, slices, values
+from test_curvature import PLAIN, Linearized, linearized, parts, table
+from test_curvature import dense_gauss_newton as case_gauss_newton
+from test_curvature import dense_hessian as case_hessian
+
+# --- vᵢᵀ G vⱼ -----------------------------------------------------------------------------------------
+
+
+def gram_error(actual: Linearized, dense: Tensor) -> float:
+    """Of two vectors for each block, against the dense matrix; entries across blocks included."""
+    rows = oracles.positions(actual.model)
+    generator = torch.Generator().manual_seed(1)
+    columns, vectors, whole = [], [], []
+    for index, block in [*enumerate(actual.blocks), *enumerate(actual.blocks)]:
+        vector = torch.randn(block.size, generator=generator, dtype=torch.float64)
+        columns.append(index)
+        vectors.append(vector)
+        whole.append(torch.zeros(len(dense), dtype=torch.float64))
+        whole[-1][torch.cat([rows[param] for param in block.params])] = vector
+    D = torch.stack(whole, 1)
+    expected = D.T @ dense @ D
+    return float((gram(actual.matrix, columns, vectors) - expected).norm() / expected.norm())
+
+
+WAYS: dict[str, Callable[[], Any]] = {
+    "double backward": DoubleBackward,
+    "traced": Traced,
+    "auto": Auto,
+}
+
+
+@pytest.mark.parametrize("way", WAYS.values(), ids=WAYS.keys())
+@table(ONE_PER_NETWORK)
+def test_a_gram_matrix_of_gauss_newton_equals_the_dense_one(case: Case, way: Callable[[], Any]) -> None:
+    actual = linearized(GaussNewton(), case, products=way())
+    assert gram_error(actual, case_gauss_newton(case)) < 1e-10
+
+
+@pytest.mark.parametrize("way", [Formed, Traced, Auto])
+def test_so_it_does_where_blocks_are_formed_or_traced_in_parts(
+    way: Callable[[], Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(auto, "_SMALLEST", 0)
+    for options in ({}, {"micro_batch_size": 2}):
+        actual = linearized(GaussNewton(), PLAIN, "by layer", products=way(), **options)
+        assert gram_error(actual, case_gauss_newton(PLAIN)) < 1e-10
+        noted = Linearized(actual.model, actual.blocks, Noted(actual.matrix, list))
+        assert gram_error(noted, case_gauss_newton(PLAIN)) < 1e-10
+
+
+@pytest.mark.parametrize("budget", [0, 2**40])
+def test_so_it_does_over_micro_batches_that_are_kept_or_not(budget: int) -> None:
+    way = DoubleBackward(memory_budget=budget)
+    actual = linearized(GaussNewton(), PLAIN, products=way, micro_batch_size=2)
+    assert gram_error(actual, case_gauss_newton(PLAIN)) < 1e-10
+
+
+@pytest.mark.parametrize("way", [DoubleBackward, Traced])
+def test_matrices_without_halves_get_it_by_products(way: Callable[[], Any]) -> None:
+    fisher = oracles.empirical_fisher(PLAIN, *parts(PLAIN.batch(), 1))
+    curved: list[tuple[Curvature, Tensor]] = [(EmpiricalFisher(), fisher), (Hessian(), case_hessian(PLAIN))]
+    for curvature, dense in curved:
+        assert gram_error(linearized(curvature, PLAIN, products=way()), dense) < 1e-10
+
+
+# --- the search ---------------------------------------------------------------------------------------
+
+
+class Searched:
+    """A search on a task whose last samples are held out, with random descent directions."""
+
+    def __init__(self, num_held_out: int = 40, partition: Any = blocks.by_layer, **options: Any) -> None:
+        self.task = Task("cross_entropy", num_samples=120, **options)
+        inputs, targets = self.task.batch
+        self.seen, self.unseen = self.task.front(80), (inputs[80:], targets[80:])
+        groups = partition(self.task.model)
+        self.slices = slices(groups)
+        self.problem = Problem(
+            self.objective,
+            self.seen,
+            as_blocks(groups),
+            held_out_batch=self.unseen if num_held_out else None,
+            linearize=lambda problem, _: DoubleBackward().linearize(GaussNewton(), problem),
+        )
+        self.bad: Callable[[Tensor], Tensor] = lambda loss: loss
+
+    def objective(self, batch: Any) -> tuple[Tensor, Tensor]:
+        outputs, loss = self.task.objective(batch)
+        return outputs, self.bad(loss)
+
+    @property
+    def samples(self) -> Any:
+        return self.seen if self.problem.held_out_batch is None else self.unseen
+
+    def proposals(self, lrs: Sequence[float] | None = None, seed: int = 0) -> list[Proposal]:
+        gradient = dense_gradient(self.task, self.seen)
+        generator = torch.Generator().manual_seed(seed)
+        found = []
+        for index, own in enumerate(self.slices):
+            noise = torch.randn(len(gradient[own]), generator=generator, dtype=torch.float64)
+            direction = -gradient[own] + 0.02 * noise
+            found.append(Proposal(gradient[own], direction, -1.0, 0.0, lrs[index] if lrs else 1.0))
+        return found
+
+    def choose(self, search: Subspace, proposals: Sequence[Proposal]) -> Choice:
+        before = values(self.task.model)
+        loss, _ = self.problem.differentiate()
+        choice = search.choose(self.problem, float(loss), proposals)
+        assert torch.equal(values(self.task.model), before)
+        return choice
+
+    def dense(self, proposals: Sequence[Proposal], last: Sequence[Tensor] = (), damping: float = 1e-3) -> Any:
+        """The combination, its coefficients and the change that it promises."""
+        G, g = dense_gauss_newton(self.task, self.samples), dense_gradient(self.task, self.samples)
+        columns = []
+        for vectors in ([proposal.direction for proposal in proposals], last):
+            for own, vector in zip(self.slices, vectors, strict=False):
+                columns.append(torch.zeros_like(g))
+                columns[-1][own] = vector
+        D = torch.stack(columns, 1)
+        A = D.T @ G @ D + damping * D.T @ D
+        A = A + 1e-6 * torch.diag(A.diagonal())  # the ridge
+        c = torch.linalg.solve(A, -D.T @ g)
+        return D @ c, c, float(g @ D @ c + 0.5 * c @ D.T @ G @ D @ c)
+
+
+@pytest.mark.parametrize("num_held_out", [40, 0], ids=["held out", "in sample"])
+@pytest.mark.parametrize("partition", [blocks.single, blocks.by_layer])
+def test_the_coefficients_are_those_of_the_dense_system(partition: Any, num_held_out: int) -> None:
+    searched = Searched(num_held_out, partition)
+    search, last = Subspace(), []
+    for seed in range(2):  # the second with the last update
+        proposals = searched.proposals(seed=seed)
+        update, coefficients, change = searched.dense(proposals, last, search.damping)
+        choice = searched.choose(search, proposals)
+        assert choice.update is not None
+        last = list(choice.update)
+        scale = float(choice.reason.split()[-1]) if "shrunk" in choice.reason else 1.0
+        torch.testing.assert_close(torch.cat(last), scale * update, rtol=1e-9, atol=1e-12)
+        shares = (scale * coefficients[: len(proposals)]).tolist()
+        assert choice.coefficients == pytest.approx(shares, rel=1e-8)
+        if scale == 1.0:
+            assert choice.change == pytest.approx(change, rel=1e-8)
+        assert (choice.before is None, choice.signal is None) == (not num_held_out, not num_held_out)
+
+
+def test_the_signal_is_the_slope_on_the_held_out_samples_over_that_on_the_seen_ones() -> None:
+    searched = Searched()
+    proposals = searched.proposals()
+    direction = torch.cat([proposal.direction for proposal in proposals])
+    unseen, seen = (
+        dense_gradient(searched.task, own) @ direction for own in (searched.unseen, searched.seen)
+    )
+    choice = searched.choose(Subspace(), proposals)
+    assert choice.signal == pytest.approx(float(unseen / seen))
+    assert choice.before == pytest.approx(float(dense_loss(searched.task, searched.unseen)))
+
+
+def test_lr_multiplies_the_result_of_each_block() -> None:
+    searched = Searched()
+    whole = searched.choose(Subspace(), searched.proposals()).update
+    lrs = [0.5, 0.1, 0.0]
+    scaled = searched.choose(Subspace(), searched.proposals(lrs)).update
+    assert whole is not None
+    assert scaled is not None
+    for one, other, lr in zip(whole, scaled, lrs, strict=True):
+        torch.testing.assert_close(other, lr * one)
+
+
+def test_without_momentum_the_last_update_is_no_direction() -> None:
+    searched, search = Searched(), Subspace(momentum=False)
+    for seed in range(2):
+        proposals = searched.proposals(seed=seed)
+        update, _, _ = searched.dense(proposals, damping=search.damping)
+        choice = searched.choose(search, proposals)
+        assert choice.update is not None
+        torch.testing.assert_close(torch.cat(list(choice.update)), update, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("num_bad", [0, 1, 3, 4])
+def test_the_step_is_halved_until_the_held_out_loss_falls_or_else_rejected(
+    num_bad: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    searched, search = Searched(), Subspace(max_tries=4)
+    proposals = searched.proposals([0.1, 0.1, 0.1])
+    full, _, _ = searched.dense(proposals)
+    loss_at, tries = Problem.loss_at, []
+
+    def watched(problem: Problem, update: Sequence[Tensor]) -> Tensor:
+        tries.append(torch.cat(list(update)))
+        return loss_at(problem, update) + (100 if len(tries) <= num_bad else 0)
+
+    monkeypatch.setattr(Problem, "loss_at", watched)
+    choice = searched.choose(search, proposals)
+    for index, tried in enumerate(tries):
+        torch.testing.assert_close(tried, 0.1 * full * 0.5**index, rtol=1e-9, atol=1e-12)
+    assert len(tries) == min(num_bad + 1, 4)
+    if num_bad == 4:
+        assert choice.update is None
+        assert choice.reason == "no step down to 0.12 of the best combination lowers the loss"
+    else:
+        assert choice.update is not None
+        assert torch.equal(torch.cat(list(choice.update)), tries[-1])
+    if num_bad > 0:
+        assert search.damping == pytest.approx(1e-3 / 0.7)
+
+
+@pytest.mark.parametrize(
+    ("ratio", "expected"), [(0.9, 0.7e-3), (0.5, 1e-3), (0.1, 1e-3 / 0.7), (-1.0, 1e-3 / 0.7)]
+)
+def test_the_damping_follows_the_ratio(ratio: float, expected: float) -> None:
+    search = Subspace()
+    search._adapt(ratio)
+    assert search.damping == pytest.approx(expected)
+
+
+def test_the_damping_has_a_floor() -> None:
+    search = Subspace(damping=1e-5, floor=1e-5)
+    search._adapt(1.0)
+    assert search.damping == 1e-5
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_a_model_or_loss_that_is_not_finite_is_rejected(value: float) -> None:
+    searched = Searched()
+    proposals = searched.proposals()
+    searched.problem.differentiate()
+    searched.bad = lambda loss: loss * value
+    before = values(searched.task.model)
+    choice = Subspace().choose(searched.problem, 1.0, proposals)
+    assert choice.update is None
+    assert torch.equal(values(searched.task.model), before)
+
+
+def test_directions_of_zero_are_left_out() -> None:
+    searched = Searched()
+    first, *others = searched.proposals()
+    nothing = Proposal(first.gradient, torch.zeros_like(first.direction), 0.0, 0.0, 1.0)
+    choice = searched.choose(Subspace(), [nothing, *others])
+    assert choice.update is not None
+    assert choice.coefficients[0] == 0.0
+    assert not bool(choice.update[0].any())
+    zeros = [Proposal(o.gradient, torch.zeros_like(o.direction), 0.0, 0.0, 1.0) for o in (first, *others)]
+    choice = searched.choose(Subspace(), zeros)
+    assert (choice.update, choice.reason) == (None, "no block has a direction")
+
+
+def test_a_saved_search_goes_on_to_the_last_bit() -> None:
+    searched, one, other = Searched(), Subspace(), Subspace()
+    searched.choose(one, searched.proposals())
+    other.load_state_dict(one.state_dict())
+    choices = [searched.choose(each, searched.proposals(seed=1)) for each in (one, other)]
+    assert equal(choices[0].update, choices[1].update)
+    assert equal(one.state_dict(), other.state_dict())
+
+
+@pytest.mark.parametrize(("available", "expected"), [(4, 0), (127, 0), (128, 32), (400, 100), (9999, 512)])
+def test_a_quarter_is_held_out_where_that_is_enough(available: int, expected: int) -> None:
+    assert Subspace().num_held_out(available) == expected
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"held_out": 1.0}, "held_out is 1.0, but must be at least 0 and below 1."),
+        ({"damping": 1e-6}, "damping is 1e-06, but must be at least the floor, 1e-05, and that positive."),
+        ({"floor": 0.0}, "damping is 0.001, but must be at least the floor, 0.0, and that positive."),
+        ({"max_tries": 0}, "max_tries is 0, but must be at least 1."),
+    ],
+)
+def test_an_invalid_subspace_is_refused_with_value_and_bound(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match="^" + re.escape(message)):
+        Subspace(**options)
