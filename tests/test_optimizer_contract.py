@@ -197,7 +197,8 @@ INVALID: dict[str, tuple[Callable[[Any], Any], type[Exception], str]] = {
     "no curvature samples": (
         lambda m: BlockHF.martens(m.parameters(), curvature_batch_size=0),
         ValueError,
-        "curvature_batch_size is 0, but must be a whole number of at least 1, or None.",
+        "curvature_batch_size is 0, but must be a whole number of at least 1, a share between 0 and 1, or "
+        "None.",
     ),
     "more than all curvature samples": (
         lambda m: BlockHF.martens(m.parameters(), curvature_batch_size=1.2),

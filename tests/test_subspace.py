@@ -14,6 +14,7 @@ from torch import Tensor
 import oracles
 from blockhf import (
     Auto,
+    BlockHF,
     DoubleBackward,
     EmpiricalFisher,
     Formed,
@@ -302,3 +303,14 @@ def test_a_quarter_is_held_out_where_that_is_enough(available: int, expected: in
 def test_an_invalid_subspace_is_refused_with_value_and_bound(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match="^" + re.escape(message)):
         Subspace(**options)
+
+
+def test_a_rate_of_zero_moves_nothing_and_leaves_the_dampings_alone() -> None:
+    task = Task(num_samples=200)
+    optimizer = BlockHF(blocks.by_layer(task.model), lr=0.0)
+    before = values(task.model)
+    damping = optimizer.search.damping
+    optimizer.step(task.objective, task.batch)
+    assert optimizer.report.accepted
+    assert torch.equal(values(task.model), before)
+    assert optimizer.search.damping == damping

@@ -547,7 +547,10 @@ class BlockHF(Optimizer):
             value = getattr(self, name)
             share = name == "curvature_batch_size" and isinstance(value, float) and 0 < value <= 1
             if value is not None and not share and (not isinstance(value, int) or value < 1):
-                raise ValueError(f"{name} is {value!r}, but must be a whole number of at least 1, or None.")
+                shares = " a share between 0 and 1," if name == "curvature_batch_size" else ""
+                raise ValueError(
+                    f"{name} is {value!r}, but must be a whole number of at least 1,{shares} or None."
+                )
         for name, policy in self._policies():
             if isinstance(policy, type):
                 raise ValueError(

@@ -297,6 +297,9 @@ class Subspace:
 
         rates = torch.tensor([proposals[column].lr for column in columns], dtype=torch.float64)
         full = coefficients * rates
+        if not bool(full.any()):
+            zeros = [torch.zeros_like(proposal.direction) for proposal in proposals]
+            return Choice(zeros, "nothing to take", loss=before)
         direction = self._combined(proposals, columns, vectors, full.tolist())
         scale = 1.0
         for trial in range(self.max_tries):
@@ -377,7 +380,7 @@ class Subspace:
         if ratio > 0.75:
             self.damping = max(0.7 * self.damping, self.floor)
         elif ratio < 0.25:
-            self.damping /= 0.7
+            self.damping = min(self.damping / 0.7, 1e8)
 
     def _rejected(self, reason: str) -> Choice:
         self._adapt(0.0)
