@@ -22,9 +22,11 @@ from blockhf.curvature.gauss_newton import GaussNewton
 from blockhf.curvature.graph import DoubleBackward
 from blockhf.curvature.products import Curvature, Noted, disagreement
 from blockhf.curvature.rewrites import TracingError
+from blockhf.curvature.rowwise import UnknownUse, row_gradients
 from blockhf.curvature.traced import Host
 from blockhf.objective import (
     Evaluation,
+    IsolatedBuffers,
     Part,
     Problem,
     rebuild,
@@ -205,12 +207,27 @@ def _jacobians(
             num_samples, 1
         )
         try:
-            with twice_differentiable():
-                gradients = iter(along(values, inputs, directions))
-        except Exception as error:  # whatever an operation without a batching rule may raise
-            raise FormingError(f"{type(error).__name__}: {str(error).strip().splitlines()[0]}") from error
+            gradients = iter(outer(inputs, directions))
+        except UnknownUse:
+            try:
+                with twice_differentiable():
+                    gradients = iter(along(values, inputs, directions))
+            except Exception as error:  # whatever an operation without a batching rule may raise
+                raise FormingError(f"{type(error).__name__}: {str(error).strip().splitlines()[0]}") from error
         return [
             torch.cat([next(gradients).detach().flatten(1) for _ in block.params], dim=1) for block in blocks
         ]
+
+    def outer(inputs: Sequence[Tensor], directions: Tensor) -> list[Tensor]:
+        """By outer products, where it is known how."""
+        with twice_differentiable(), IsolatedBuffers():
+            outputs, _ = problem.objective(rebuild(part.batch, inputs))
+        tensors = [tensor for tensor in tensors_of(outputs) if tensor.requires_grad]
+        sizes = [tensor[0].numel() for tensor in tensors]
+        if sum(sizes) != num_outputs:
+            raise UnknownUse("outputs that need no gradient")
+        pieces = torch.split(directions, sizes, dim=1)
+        cotangents = [piece.reshape(tensor.shape) for piece, tensor in zip(pieces, tensors, strict=True)]
+        return row_gradients(tensors, cotangents, params, num_outputs)
 
     return rows

@@ -17,17 +17,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import GradientEdge, get_gradient_edge
-from torch.nn import functional as F
+from torch.autograd.graph import GradientEdge
 
 from blockhf.blocks import Block
+from blockhf.curvature.uses import Use, find_uses
 from blockhf.flops import Meter
 from blockhf.objective import Evaluation, Part, Problem
 from blockhf.operators import BlockMatrix, LinearOperator
 from blockhf.preconditioners.draws import curvature_draw
-
-_CHUNK = 2**24
-"""Entries of the patches of a convolution that are in memory at a time."""
 
 
 class Kronecker:
@@ -109,7 +106,9 @@ class Kronecker:
                 if not evaluation.outputs:  # the loss alone, as will do for the Hessian
                     return {}
                 with problem.meter.counting("factors", part.shapes, tuple(block.name for block in blocks)):
-                    uses = _find_uses(evaluation.outputs, blocks)
+                    uses = find_uses(
+                        evaluation.outputs, [param for block in blocks for param in block.params]
+                    )
                     groups = _grouped(uses, blocks)
                     self._backward(evaluation, part, groups, uses, totals, generator)
         weight = min(1 - 1 / self._num_steps, self.decay)
@@ -134,7 +133,7 @@ class Kronecker:
         evaluation: Evaluation,
         part: Part,
         groups: Mapping[str, Sequence[_Group]],
-        uses: Mapping[Tensor, Sequence[_Use]],
+        uses: Mapping[Tensor, Sequence[Use]],
         totals: _Totals,
         generator: torch.Generator,
     ) -> None:
@@ -154,7 +153,7 @@ class Kronecker:
         with torch.no_grad():
             for (group, use), gradient in zip(factored, gradients, strict=False):
                 if gradient is not None:
-                    for moments in use.moments(gradient, group.bias is not None, self.max_size):
+                    for moments in _moments(use, gradient, group.bias is not None, self.max_size):
                         totals.add(group.key, *moments)
             for group, gradient in zip(rest, gradients[len(factored) :], strict=True):
                 square = torch.zeros_like(group.weight) if gradient is None else gradient.square()
@@ -246,64 +245,6 @@ class _Group:
         yield self.index, matrix.T if self.flipped else matrix
 
 
-@dataclass(frozen=True, eq=False)
-class _Use:
-    """One multiplication with a parameter, as it stands in autograd's graph."""
-
-    node: Any
-    kind: str
-    flipped: bool = False
-    bias: Tensor | None = None
-
-    def moments(
-        self, gradient: Tensor, homogeneous: bool, max_size: int
-    ) -> Iterator[tuple[Tensor, Tensor, int]]:
-        """Second moments of inputs and cotangents, summed over positions, and how many these are.
-
-        The positions are samples, places in a sequence or a picture; inputs with a bias end with a 1.
-        """
-        if self.kind == "embedding":
-            indices = self.node._saved_indices.reshape(-1)
-            size = self.node._saved_weight_sym_argsize_0
-            counts = torch.bincount(indices, minlength=size).to(gradient.dtype)
-            rows = gradient.reshape(-1, gradient.shape[-1])
-            yield counts, _second_moment(rows, max_size), len(indices)
-            return
-        for inputs, cotangents in self._rows(gradient):
-            if homogeneous:
-                inputs = torch.cat([inputs, inputs.new_ones(len(inputs), 1)], dim=1)
-            yield _second_moment(inputs, max_size), _second_moment(cotangents, max_size), len(inputs)
-
-    def _rows(self, gradient: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-        """Inputs and cotangents with one row for each position."""
-        if self.kind == "convolution":
-            yield from self._patches(gradient)
-        else:
-            inputs = getattr(self.node, _SAVED[self.node.name(), self.kind])
-            yield (inputs.T, gradient.T) if self.kind == "left" else (inputs, gradient)
-
-    def _patches(self, gradient: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-        node, weight = self.node, self.node._saved_weight
-        inputs, options = node._saved_input, [node._saved_dilation, node._saved_padding, node._saved_stride]
-        kernel = list(weight.shape[2:])
-        if len(kernel) == 1:  # as a picture of one line
-            inputs, kernel, gradient = inputs.unsqueeze(2), [1, *kernel], gradient.unsqueeze(2)
-            options = [(1, *options[0]), (0, *options[1]), (1, *options[2])]
-        size = weight[0].numel() * gradient[0, 0].numel()
-        step = max(1, _CHUNK // size)
-        for chunk, own in zip(torch.split(inputs, step), torch.split(gradient, step), strict=True):
-            patches = F.unfold(chunk, tuple(kernel), *options).transpose(1, 2).flatten(0, 1)
-            yield patches, own.flatten(2).transpose(1, 2).flatten(0, 1)
-
-
-_SAVED = {
-    ("AddmmBackward0", "right"): "_saved_mat1",
-    ("AddmmBackward0", "left"): "_saved_mat2",
-    ("MmBackward0", "right"): "_saved_self",
-    ("MmBackward0", "left"): "_saved_mat2",
-}
-
-
 @dataclass
 class _Totals:
     """Sums over positions, calls and parts."""
@@ -330,71 +271,7 @@ class _Totals:
         return self.sums
 
 
-def _find_uses(outputs: Sequence[Tensor], blocks: Sequence[Block]) -> dict[Tensor, list[_Use]]:
-    """Where the blocks' matrices are multiplied with something, in the graph behind the outputs."""
-    params = {param for block in blocks for param in block.params}
-    uses: dict[Tensor, list[_Use]] = {}
-    seen: set[Any] = set()
-    todo: list[Any] = [get_gradient_edge(output).node for output in outputs]
-    while todo:
-        node = todo.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        todo += [following for following, _ in node.next_functions]
-        if (found := _use(node)) is not None and found[0] in params:
-            uses.setdefault(found[0], []).append(found[1])
-    return uses
-
-
-def _use(node: Any) -> tuple[Tensor, _Use] | None:
-    name, sources = node.name(), [source for source, _ in node.next_functions]
-    if name == "EmbeddingBackward0" and (leaf := _leaf(sources[0])) and not leaf[1]:
-        return leaf[0], _Use(node, "embedding", flipped=True)
-    if name == "ConvolutionBackward0" and (leaf := _leaf(sources[1])) and not leaf[1]:
-        plain = node._saved_groups == 1 and not node._saved_transposed and leaf[0].dim() in (3, 4)
-        return (leaf[0], _Use(node, "convolution", bias=_bias(sources[2]))) if plain else None
-    if name in ("AddmmBackward0", "MmBackward0"):
-        bias = None
-        if name == "AddmmBackward0":
-            if node._saved_alpha != 1 or node._saved_beta != 1:
-                return None
-            bias = _bias(sources.pop(0))
-        left, right = map(_leaf, sources)
-        if (left is None) == (right is None):
-            return None
-        if right is not None:  # a Wᵀ, or a W with the inputs along its rows
-            return right[0], _Use(node, "right", flipped=not right[1], bias=bias)
-        assert left is not None
-        return left[0], _Use(node, "left", flipped=left[1], bias=bias)
-    return None
-
-
-def _leaf(node: Any) -> tuple[Tensor, bool] | None:
-    """The parameter that a node of the graph stands for, and whether it is transposed there."""
-    transposed = False
-    while node is not None:
-        name = node.name()
-        if name == "torch::autograd::AccumulateGrad":
-            return node.variable, transposed
-        swaps = name == "PermuteBackward0" and [dim % 2 for dim in node._saved_dims] == [1, 0]  # .T
-        if name not in ("TBackward0", "TransposeBackward0") and not swaps:
-            return None
-        transposed = not transposed
-        node = node.next_functions[0][0]
-    return None
-
-
-def _bias(node: Any) -> Tensor | None:
-    while node is not None and node.name() in ("UnsqueezeBackward0", "ExpandBackward0", "ViewBackward0"):
-        node = node.next_functions[0][0]
-    if node is None or node.name() != "torch::autograd::AccumulateGrad":
-        return None
-    variable: Tensor = node.variable
-    return variable
-
-
-def _grouped(uses: Mapping[Tensor, Sequence[_Use]], blocks: Sequence[Block]) -> dict[str, list[_Group]]:
+def _grouped(uses: Mapping[Tensor, Sequence[Use]], blocks: Sequence[Block]) -> dict[str, list[_Group]]:
     """Which parameters of each block belong together, and which of them have factors."""
     added: dict[Tensor, set[Tensor]] = {}  # to which matrices' products a bias is added
     for weight, own in uses.items():
@@ -428,6 +305,26 @@ def _grouped(uses: Mapping[Tensor, Sequence[_Use]], blocks: Sequence[Block]) -> 
             if index not in taken
         ]
     return groups
+
+
+def _moments(
+    use: Use, gradient: Tensor, homogeneous: bool, max_size: int
+) -> Iterator[tuple[Tensor, Tensor, int]]:
+    """Second moments of inputs and cotangents, summed over positions, and how many these are.
+
+    The positions are samples, places in a sequence or a picture; inputs with a bias end with a 1.
+    """
+    if use.kind == "embedding":
+        indices = use.node._saved_indices.reshape(-1)
+        size = use.node._saved_weight_sym_argsize_0
+        counts = torch.bincount(indices, minlength=size).to(gradient.dtype)
+        rows = gradient.reshape(-1, gradient.shape[-1])
+        yield counts, _second_moment(rows, max_size), len(indices)
+        return
+    for inputs, cotangents in use.rows(gradient):
+        if homogeneous:
+            inputs = torch.cat([inputs, inputs.new_ones(len(inputs), 1)], dim=1)
+        yield _second_moment(inputs, max_size), _second_moment(cotangents, max_size), len(inputs)
 
 
 def _second_moment(rows: Tensor, max_size: int) -> Tensor:

@@ -1,0 +1,131 @@
+"""Where parameters are multiplied with something, read from autograd's graph: modules do not matter."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import get_gradient_edge
+from torch.nn import functional as F
+
+_CHUNK = 2**24
+"""Entries of the patches of a convolution that are in memory at a time."""
+
+
+@dataclass(frozen=True, eq=False)
+class Use:
+    """One multiplication with a parameter, as it stands in autograd's graph.
+
+    Attributes:
+        node: The operation.
+        kind: ``"right"`` or ``"left"`` for the side of a matrix product on which the parameter is,
+            ``"convolution"`` or ``"embedding"``.
+        flipped: Whether the inputs belong to the parameter's rows and not to its columns.
+        bias: The parameter that is added to the product.
+    """
+
+    node: Any
+    kind: str
+    flipped: bool = False
+    bias: Tensor | None = None
+
+    def rows(self, gradient: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+        """Inputs and cotangents with one row for each position."""
+        if self.kind == "convolution":
+            yield from self._patches(gradient)
+        else:
+            inputs = getattr(self.node, _SAVED[self.node.name(), self.kind])
+            yield (inputs.T, gradient.T) if self.kind == "left" else (inputs, gradient)
+
+    def _patches(self, gradient: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+        node, weight = self.node, self.node._saved_weight
+        inputs, options = node._saved_input, [node._saved_dilation, node._saved_padding, node._saved_stride]
+        kernel = list(weight.shape[2:])
+        if len(kernel) == 1:  # as a picture of one line
+            inputs, kernel, gradient = inputs.unsqueeze(2), [1, *kernel], gradient.unsqueeze(2)
+            options = [(1, *options[0]), (0, *options[1]), (1, *options[2])]
+        size = weight[0].numel() * gradient[0, 0].numel()
+        step = max(1, _CHUNK // size)
+        for chunk, own in zip(torch.split(inputs, step), torch.split(gradient, step), strict=True):
+            patches = F.unfold(chunk, tuple(kernel), *options).transpose(1, 2).flatten(0, 1)
+            yield patches, own.flatten(2).transpose(1, 2).flatten(0, 1)
+
+
+_SAVED = {
+    ("AddmmBackward0", "right"): "_saved_mat1",
+    ("AddmmBackward0", "left"): "_saved_mat2",
+    ("MmBackward0", "right"): "_saved_self",
+    ("MmBackward0", "left"): "_saved_mat2",
+}
+
+
+def find_uses(outputs: Sequence[Tensor], params: Iterable[Tensor]) -> dict[Tensor, list[Use]]:
+    """Where matrices are multiplied with something, in the graph behind the outputs."""
+    params = set(params)
+    uses: dict[Tensor, list[Use]] = {}
+    for node in nodes_behind(outputs):
+        if (found := use_of(node)) is not None and found[0] in params:
+            uses.setdefault(found[0], []).append(found[1])
+    return uses
+
+
+def nodes_behind(outputs: Sequence[Tensor]) -> Iterator[Any]:
+    """The nodes of the graph behind some tensors, each once."""
+    seen: set[Any] = set()
+    todo: list[Any] = [get_gradient_edge(output).node for output in outputs]
+    while todo:
+        node = todo.pop()
+        if node is not None and node not in seen:
+            seen.add(node)
+            yield node
+            todo += [following for following, _ in node.next_functions]
+
+
+def use_of(node: Any) -> tuple[Tensor, Use] | None:
+    name, sources = node.name(), [source for source, _ in node.next_functions]
+    if name == "EmbeddingBackward0" and (leaf := leaf_of(sources[0])) and not leaf[1]:
+        return leaf[0], Use(node, "embedding", flipped=True)
+    if name == "ConvolutionBackward0" and (leaf := leaf_of(sources[1])) and not leaf[1]:
+        plain = node._saved_groups == 1 and not node._saved_transposed and leaf[0].dim() in (3, 4)
+        return (leaf[0], Use(node, "convolution", bias=bias_of(sources[2]))) if plain else None
+    if name in ("AddmmBackward0", "MmBackward0"):
+        bias = None
+        if name == "AddmmBackward0":
+            if node._saved_alpha != 1 or node._saved_beta != 1:
+                return None
+            bias = bias_of(sources.pop(0))
+        left, right = map(leaf_of, sources)
+        if (left is None) == (right is None):
+            return None
+        if right is not None:  # a Wᵀ, or a W with the inputs along its rows
+            return right[0], Use(node, "right", flipped=not right[1], bias=bias)
+        assert left is not None
+        return left[0], Use(node, "left", flipped=left[1], bias=bias)
+    return None
+
+
+def leaf_of(node: Any) -> tuple[Tensor, bool] | None:
+    """The parameter that a node of the graph stands for, and whether it is transposed there."""
+    transposed = False
+    while node is not None:
+        name = node.name()
+        if name == "torch::autograd::AccumulateGrad":
+            return node.variable, transposed
+        swaps = name == "PermuteBackward0" and [dim % 2 for dim in node._saved_dims] == [1, 0]  # .T
+        if name not in ("TBackward0", "TransposeBackward0") and not swaps:
+            return None
+        transposed = not transposed
+        node = node.next_functions[0][0]
+    return None
+
+
+def bias_of(node: Any) -> Tensor | None:
+    while node is not None and node.name() in ("UnsqueezeBackward0", "ExpandBackward0", "ViewBackward0"):
+        node = node.next_functions[0][0]
+    if node is None or node.name() != "torch::autograd::AccumulateGrad":
+        return None
+    variable: Tensor = node.variable
+    return variable
