@@ -68,7 +68,7 @@ def _app() -> "typer.Typer":
     def demo(
         seconds: Annotated[
             float | None,
-            typer.Option(help="Time for each of the four optimizers.", show_default="26, or 0.5 if quick"),
+            typer.Option(help="Time for each of the five optimizers.", show_default="20, or 0.5 if quick"),
         ] = None,
         seed: Annotated[
             int, typer.Option(min=0, max=2**63 - 1, help="Of the weights and of the batches.")
@@ -76,7 +76,7 @@ def _app() -> "typer.Typer":
         out: Annotated[Path, typer.Option(help="Folder for results.json and demo.png.")] = Path("runs/demo"),
         quick: Annotated[bool, typer.Option("--quick", help="A small network, in a few seconds.")] = False,
     ) -> None:
-        """Train an autoencoder of handwritten digits by block HF, HF and Adam, in about two minutes."""
+        """Train an autoencoder of digits by BlockHF, the paper's block HF and HF, and Adam: two minutes."""
         from rich.console import Console
 
         from blockhf.experiments.data import digits

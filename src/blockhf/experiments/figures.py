@@ -22,6 +22,7 @@ Dashes = str | tuple[float, tuple[float, ...]]
 
 # Okabe & Ito's colors, which color-blind eyes tell apart; the dashes serve print without color.
 _LOOKS: tuple[tuple[str, Dashes], ...] = (
+    ("#000000", "solid"),
     ("#0072B2", "solid"),
     ("#D55E00", (0, (5, 1.5))),
     ("#009E73", (0, (3, 1, 1, 1))),
