@@ -1,8 +1,6 @@
 """``blockhf demo``: BlockHF, the paper's block HF and HF, and Adam train the paper's autoencoder.
 
-Each for the same time.
-
-Each contestant starts from the same weights, and those with the same batch size see the same batches. The
+Each has the same time. Each starts from the same weights, and those with the same batch size see the same batches. The
 clock of a contestant runs during its updates alone, so evaluation and drawing cost nobody anything. They
 take turns: the next update is made by whoever has used the least time so far.
 """
