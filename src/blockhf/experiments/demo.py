@@ -1,8 +1,8 @@
 """``blockhf demo``: BlockHF, the paper's block HF and HF, and Adam train the paper's autoencoder.
 
-Each has the same time. Each starts from the same weights, and those with the same batch size see the same batches. The
-clock of a contestant runs during its updates alone, so evaluation and drawing cost nobody anything. They
-take turns: the next update is made by whoever has used the least time so far.
+Each has the same time. Each starts from the same weights, and those with the same batch size see the same
+batches. The clock of a contestant runs during its updates alone, so evaluation and drawing cost nobody
+anything. They take turns: the next update is made by whoever has used the least time so far.
 """
 
 from __future__ import annotations
@@ -361,8 +361,8 @@ def _table(runs: Sequence[Run], settings: Settings) -> Table:
             "Errors: squared, summed over pixels, averaged over all training and all test pictures, at the "
             "end. The last columns tell at which update, and after how many seconds, the test error first "
             "was that low. Seconds are those of the updates alone. An update of HF makes tens of products "
-            "with the curvature matrix, so equal updates are not equal work. Nobody is tuned, and all but the "
-            "first are the paper's; the machine, its other load and the seed change the numbers."
+            "with the curvature matrix, so equal updates are not equal work. Nobody is tuned, and all but "
+            "the first are the paper's; the machine, its other load and the seed change the numbers."
         ),
     )
     table.add_column("optimizer", no_wrap=True)
