@@ -314,3 +314,24 @@ def test_a_rate_of_zero_moves_nothing_and_leaves_the_dampings_alone() -> None:
     assert optimizer.report.accepted
     assert torch.equal(values(task.model), before)
     assert optimizer.search.damping == damping
+
+
+def test_a_block_without_a_direction_keeps_its_damping() -> None:
+    task = Task(num_samples=200)
+    used, idle = task.model[0], task.model[-1]
+    optimizer = BlockHF(
+        [{"params": used.parameters(), "name": "used"}, {"params": idle.parameters(), "name": "idle"}]
+    )
+    damping = optimizer.param_groups[0]["damping"]
+
+    def objective(batch: Any) -> Any:  # the last layer is multiplied with zero
+        outputs = torch.tanh(used(batch[0])).sum(1) + 0.0 * idle.weight.sum() + 0.0 * idle.bias.sum()
+        return outputs, (outputs - 1).square().mean()
+
+    optimizer.step(objective, task.batch)
+    report = optimizer.report
+    assert report is not None
+    still = [block.norm == 0 for block in report.blocks]
+    assert still[-1]
+    assert not still[0]
+    assert optimizer.param_groups[-1]["damping"] == damping

@@ -75,7 +75,8 @@ class Choice:
             own.
         coefficients: For each block the share of its direction in the update.
         lengths: For each block the share of its direction that would be best if the others stood still,
-            shortened as the update was; where it is not known, the coefficients.
+            shortened as the update was; ``None`` for a block without a direction. Where none are given, the
+            coefficients stand for them.
     """
 
     update: Sequence[Tensor] | None
@@ -85,7 +86,7 @@ class Choice:
     before: float | None = None
     signal: float | None = None
     coefficients: Sequence[float] = ()
-    lengths: Sequence[float] = ()
+    lengths: Sequence[float | None] = ()
 
 
 class Search(Protocol):
@@ -313,13 +314,17 @@ class Subspace:
                 self._last = {
                     block.name: own.clone() for block, own in zip(problem.blocks, update, strict=True)
                 }
+                best = _firsts(len(proposals), columns, -scale * slopes / damped.diagonal())
                 return Choice(
                     update,
                     "best combination" if trial == 0 else f"best combination, shrunk to {scale:.3g}",
                     change=change,
                     loss=after,
                     coefficients=_firsts(len(proposals), columns, taken),
-                    lengths=_firsts(len(proposals), columns, -scale * slopes / damped.diagonal()),
+                    lengths=[
+                        length if proposal.norm > 0 else None
+                        for length, proposal in zip(best, proposals, strict=True)
+                    ],
                 )
             scale *= 0.5
         return self._rejected(f"no step down to {2 * scale:.2g} of the best combination lowers the loss")
