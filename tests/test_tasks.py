@@ -262,10 +262,3 @@ def _report(work: dict[str, int]) -> StepReport:
 def test_a_step_of_block_hf_costs_what_its_report_counted() -> None:
     unit = costs.Unit(samples=100, flops=1e6)
     assert unit.of_report(_report({"flops": 2_500_000})) == 2.5
-    passes = {
-        "gradient_samples": 100,
-        "evaluated_samples": 30,
-        "linearized_samples": 60,
-        "curvature_batch": 50,
-    }
-    assert unit.of_report(_report(passes)) == pytest.approx(1 + 0.3 + 4 * 0.5 * 0.67)
