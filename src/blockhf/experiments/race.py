@@ -1,8 +1,7 @@
 """``blockhf race``: optimizers, each with settings found by an equal search, run to targets.
 
-First every setting of a family runs with the first seed within a small budget, and the best stays: the one
-that reached the lowest target for the least GE, or else came lowest. Then the winners run over all seeds.
-``blockhf`` has nothing to search.
+First every setting of a family runs with the first seed within a small budget, and the one stays whose train
+loss came lowest. Then the winners run over all seeds. ``blockhf`` has nothing to search.
 """
 
 from __future__ import annotations
@@ -113,7 +112,7 @@ def run(plan: Plan, task: Task, out: Path, console: Console, *, data: Path | Non
         by_text = {entry.optimizer: entry for entry in found.entries}
         for name, specs in searched.items():
             entries = [by_text[str(Spec.parse(spec))] for spec in specs]
-            chosen[name] = min(entries, key=lambda entry: _merit(entry, targets)).optimizer
+            chosen[name] = min(entries, key=_lowest).optimizer
     console.print("Race:", ", ".join(f"{name}: {spec}" for name, spec in chosen.items()))
     configs = [
         Config(plan.task, plan.preset, spec, seed, plan.budget, "budget", plan.threads)
@@ -177,11 +176,7 @@ def show(result: Mapping[str, Any], console: Console) -> None:
     console.print(shown)
 
 
-def _merit(entry: Entry, targets: Sequence[float]) -> tuple[float, float]:
-    """Less is better: targets that were missed and then the GE to the last one, or the lowest loss."""
-    reached = [comparison.first(entry, "train_loss", lambda v, t=target: v <= t) for target in targets]  # type: ignore[misc]
-    there = [point for point in reached if point is not None]
+def _lowest(entry: Entry) -> float:
+    """The lowest train loss of a run; that of one that diverged is nothing to go by."""
     losses = [value for point in entry.points if (value := point["train_loss"]) is not None]
-    if not there or entry.status == "diverged":
-        return float(len(targets)), min(losses, default=math.inf)
-    return float(len(targets) - len(there)), float(there[-1]["ge"] or 0.0)
+    return math.inf if entry.status == "diverged" else min(losses, default=math.inf)
