@@ -521,7 +521,7 @@ def environment() -> dict[str, Any]:
         "blockhf": blockhf.__version__,
         "torch": torch.__version__,
         "python": platform.python_version(),
-        "platform": platform.platform(),
+        "platform": f"{platform.system()} {platform.machine()}",
         "cores": os.cpu_count(),
         "commit": _commit(),
     }
