@@ -288,7 +288,13 @@ def test_a_saved_search_goes_on_to_the_last_bit() -> None:
 
 @pytest.mark.parametrize(("available", "expected"), [(4, 0), (127, 0), (128, 32), (400, 100), (9999, 512)])
 def test_a_quarter_is_held_out_where_that_is_enough(available: int, expected: int) -> None:
-    assert Subspace().num_held_out(available) == expected
+    assert Subspace().num_held_out(available, 1000) == expected
+
+
+def test_more_is_held_out_for_a_gradient_of_many_samples() -> None:
+    assert Subspace().num_held_out(40_000, 20_000) == 2500
+    assert Subspace().num_held_out(4000, 20_000) == 1000  # never more than the share
+    assert Subspace(per_sample=0.0).num_held_out(40_000, 20_000) == 512
 
 
 @pytest.mark.parametrize(

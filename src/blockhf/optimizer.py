@@ -390,7 +390,8 @@ class BlockHF(Optimizer):
             num_available = batch_size(batch)
             num_held_out = 0
             if searches and hasattr(self.search, "num_held_out"):
-                num_held_out = self.search.num_held_out(num_available)
+                wanted = self.sampling.size(num_available)
+                num_held_out = self.search.num_held_out(num_available, wanted)
             if num_held_out > 0:
                 held_out = take(batch, num_available - num_held_out, num_available)
             num_samples = num_available - num_held_out

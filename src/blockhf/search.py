@@ -92,8 +92,8 @@ class Choice:
 class Search(Protocol):
     """A rule for the length of the step.
 
-    A search that wants samples for itself also has ``num_held_out(num_samples)``: how many of a batch
-    gradient and curvature shall leave to it. One that multiplies with the problem's matrix has a true
+    A search that wants samples for itself also has ``num_held_out(num_available, num_wanted)``: how many of
+    a batch gradient and curvature shall leave to it, where the gradient wants so many. One that multiplies with the problem's matrix has a true
     ``uses_curvature``; otherwise the matrix is let go of before.
     """
 
@@ -233,7 +233,9 @@ class Subspace:
     Args:
         held_out: The share of the batch that is held out. Where that makes fewer than 32 samples, those of
             gradient and curvature have to do.
-        max_held_out: The most samples to hold out.
+        max_held_out: The most samples to hold out while the gradient has few.
+        per_sample: The most for each sample of the gradient where that makes more: with few held-out samples
+            the noise is theirs.
         momentum: Whether the last update is among the directions.
         damping: Where :math:`\lambda` starts.
         floor: The least :math:`\lambda`.
@@ -249,6 +251,7 @@ class Subspace:
         *,
         held_out: float = 0.25,
         max_held_out: int = 512,
+        per_sample: float = 0.125,
         momentum: bool = True,
         damping: float = 1e-3,
         floor: float = 1e-5,
@@ -262,12 +265,18 @@ class Subspace:
             )
         if max_tries < 1:
             raise ValueError(f"max_tries is {max_tries}, but must be at least 1.")
+        if max_held_out < 0 or per_sample < 0:
+            raise ValueError(
+                f"max_held_out and per_sample are {max_held_out} and {per_sample}, but must be at least 0."
+            )
         self.held_out, self.max_held_out, self.momentum = held_out, max_held_out, momentum
+        self.per_sample = per_sample
         self.damping, self.floor, self.max_tries = damping, floor, max_tries
         self._last: dict[str, Tensor] = {}
 
-    def num_held_out(self, num_samples: int) -> int:
-        number = min(int(self.held_out * num_samples), self.max_held_out)
+    def num_held_out(self, num_available: int, num_wanted: int) -> int:
+        most = max(self.max_held_out, int(self.per_sample * num_wanted))
+        number = min(int(self.held_out * num_available), most)
         return number if number >= _FEWEST_HELD_OUT else 0
 
     def choose(self, problem: Problem, loss: float, proposals: Sequence[Proposal]) -> Choice:
