@@ -93,8 +93,8 @@ class Search(Protocol):
     """A rule for the length of the step.
 
     A search that wants samples for itself also has ``num_held_out(num_available, num_wanted)``: how many of
-    a batch gradient and curvature shall leave to it, where the gradient wants so many. One that multiplies with the problem's matrix has a true
-    ``uses_curvature``; otherwise the matrix is let go of before.
+    a batch gradient and curvature shall leave to it, where the gradient wants so many. One that multiplies
+    with the problem's matrix has a true ``uses_curvature``; otherwise the matrix is let go of before.
     """
 
     @property
