@@ -251,7 +251,7 @@ class Subspace:
         *,
         held_out: float = 0.25,
         max_held_out: int = 512,
-        per_sample: float = 0.125,
+        per_sample: float = 1 / 32,
         momentum: bool = True,
         damping: float = 1e-3,
         floor: float = 1e-5,
