@@ -54,9 +54,10 @@ class Formed:
     def __init__(self, *, memory_budget: int = 2**26, max_size: int = 4096) -> None:
         self.memory_budget, self.max_size = memory_budget, max_size
         self._checked: set[Any] = set()
+        self._unknown: set[Any] = set()  # where there is no rule for outer products
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_checked": set()}
+        return {**self.__dict__, "_checked": set(), "_unknown": set()}
 
     def linearize(
         self, curvature: Curvature, problem: Problem, num_products: Sequence[int] = ()
@@ -91,7 +92,7 @@ class Formed:
         evaluation = problem.linearizable(part)
         hessians = _output_hessians(evaluation)
         num_outputs = hessians.shape[-1]
-        jacobian = _jacobians(problem, part, blocks, num_outputs)
+        jacobian = _jacobians(problem, part, blocks, num_outputs, self._unknown)
         bytes_per_sample = 3 * num_outputs * sum(block.size for block in blocks) * hessians.element_size()
         chunk = max(1, self.memory_budget // bytes_per_sample)
         for start in range(0, len(hessians), chunk):
@@ -104,7 +105,7 @@ class Formed:
     def _check(
         self, curvature: Curvature, problem: Problem, indices: Sequence[int], matrices: Sequence[Tensor]
     ) -> None:
-        key = tuple((id(module), module.training) for module in problem.modules)
+        key = _modes(problem)
         if key in self._checked:
             return
         with problem.meter.once():
@@ -170,9 +171,12 @@ def _output_hessians(evaluation: Evaluation) -> Tensor:
 
 
 def _jacobians(
-    problem: Problem, part: Part, blocks: Sequence[Block], num_outputs: int
+    problem: Problem, part: Part, blocks: Sequence[Block], num_outputs: int, unknown: set[Any]
 ) -> Callable[[int, int], list[Tensor]]:
-    """A function from a range of samples to each block's Jacobian, (samples · outputs) × parameters."""
+    """A function from a range of samples to each block's Jacobian, (samples · outputs) × parameters.
+
+    ``unknown`` remembers where outer products cannot be had, so that they are tried once.
+    """
     host = Host(problem.modules)
     params = [param for block in blocks for param in block.params]
     try:
@@ -206,28 +210,40 @@ def _jacobians(
         directions = torch.eye(num_outputs, dtype=values[0].dtype, device=values[0].device).repeat(
             num_samples, 1
         )
-        try:
-            gradients = iter(outer(inputs, directions))
-        except UnknownUse:
-            try:
-                with twice_differentiable():
-                    gradients = iter(along(values, inputs, directions))
-            except Exception as error:  # whatever an operation without a batching rule may raise
-                raise FormingError(f"{type(error).__name__}: {str(error).strip().splitlines()[0]}") from error
+        gradients = iter(outer(inputs, directions) or batched(inputs, directions))
         return [
             torch.cat([next(gradients).detach().flatten(1) for _ in block.params], dim=1) for block in blocks
         ]
 
-    def outer(inputs: Sequence[Tensor], directions: Tensor) -> list[Tensor]:
+    def outer(inputs: Sequence[Tensor], directions: Tensor) -> list[Tensor] | None:
         """By outer products, where it is known how."""
+        if _modes(problem) in unknown:
+            return None
         with twice_differentiable(), IsolatedBuffers():
             outputs, _ = problem.objective(rebuild(part.batch, inputs))
         tensors = [tensor for tensor in tensors_of(outputs) if tensor.requires_grad]
         sizes = [tensor[0].numel() for tensor in tensors]
-        if sum(sizes) != num_outputs:
-            raise UnknownUse("outputs that need no gradient")
-        pieces = torch.split(directions, sizes, dim=1)
-        cotangents = [piece.reshape(tensor.shape) for piece, tensor in zip(pieces, tensors, strict=True)]
-        return row_gradients(tensors, cotangents, params, num_outputs)
+        try:
+            if sum(sizes) != num_outputs:
+                raise UnknownUse("outputs that need no gradient")
+            pieces = torch.split(directions, sizes, dim=1)
+            cotangents = [piece.reshape(tensor.shape) for piece, tensor in zip(pieces, tensors, strict=True)]
+            return row_gradients(tensors, cotangents, params, num_outputs)
+        except UnknownUse:
+            unknown.add(_modes(problem))
+            return None
+
+    def batched(inputs: Sequence[Tensor], directions: Tensor) -> Sequence[Tensor]:
+        try:
+            with twice_differentiable():
+                gradients: Sequence[Tensor] = along(values, inputs, directions)
+        except Exception as error:  # whatever an operation without a batching rule may raise
+            raise FormingError(f"{type(error).__name__}: {str(error).strip().splitlines()[0]}") from error
+        return gradients
 
     return rows
+
+
+def _modes(problem: Problem) -> Any:
+    """The modules and whether they are being trained: what a look at the objective holds for."""
+    return tuple((id(module), module.training) for module in problem.modules)

@@ -193,7 +193,12 @@ def reached(comparison: Comparison, entries: Sequence[Entry], target: float) -> 
         if comparison.settings["metric"] == "accuracy"
         else (lambda value: value <= target)
     )
-    points = [first(entry, comparison.test_key, is_good) for entry in entries]
+    return cost(entries, comparison.test_key, is_good)
+
+
+def cost(entries: Sequence[Entry], key: str, is_good: Callable[[float], bool]) -> Cost:
+    """What runs spent until a metric was good enough."""
+    points = [first(entry, key, is_good) for entry in entries]
     return Cost(*(_median([None if point is None else point[axis] for point in points]) for axis in AXES))
 
 

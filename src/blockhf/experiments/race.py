@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import itertools
 import math
-import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -141,19 +140,10 @@ def table(
         name = names.get(str(spec), str(spec))
         result[name] = {}
         for target in targets:
-            points = [comparison.first(entry, "train_loss", lambda v, t=target: v <= t) for entry in entries]  # type: ignore[misc]
-            there = [point for point in points if point is not None]
-            most = 2 * len(there) > len(points)
+            points = [comparison.first(entry, "train_loss", target.__ge__) for entry in entries]
             result[name][f"{target:g}"] = {
-                "reached": f"{len(there)}/{len(points)}",
-                **{
-                    axis: statistics.median(
-                        math.inf if point is None else point[axis] or 0.0 for point in points
-                    )
-                    if most
-                    else None
-                    for axis in comparison.AXES
-                },
+                "reached": f"{len(points) - points.count(None)}/{len(points)}",
+                **asdict(comparison.cost(entries, "train_loss", target.__ge__)),
             }
     return result
 
