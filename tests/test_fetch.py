@@ -147,7 +147,14 @@ def test_a_wrong_file_is_named_with_the_remedy(
         read(None if where == "cache" else tmp_path / "folder")
 
 
-@pytest.mark.parametrize("packed", [b"", b"<html>404</html>", gzip.compress(b"abc")[:-3]])
+@pytest.mark.parametrize(
+    "packed",
+    [
+        pytest.param(b"", id="empty"),
+        pytest.param(b"<html>404</html>", id="a page"),
+        pytest.param(gzip.compress(b"abc")[:-3], id="cut off"),
+    ],
+)
 def test_a_packed_file_that_cannot_be_unpacked_is_named(tmp_path: Path, packed: bytes) -> None:
     content: dict[str, bytes] = dict(MNIST_FILES)
     del content["train-labels-idx1-ubyte"]

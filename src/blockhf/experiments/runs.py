@@ -133,7 +133,10 @@ class Config:
 
 @dataclass(frozen=True)
 class Progress:
-    """Where a run is: updates so far, their cost in GE, and the seconds that they took."""
+    """Where a run is: updates so far, their cost in GE, and the seconds that they took.
+
+    The seconds of a run with one thread are the processor's, and not those in which it had to wait.
+    """
 
     update: int = 0
     ge: float = 0.0
@@ -271,6 +274,11 @@ class Run:
     # What it does
 
     @property
+    def _clock(self) -> Callable[[], float]:
+        """Of the processor where one thread does all the work, so that what runs beside does not count."""
+        return time.process_time if self.config.threads == 1 else time.perf_counter
+
+    @property
     def spent(self) -> float:
         """The share of the budget that is spent."""
         return self.budget.spent(self.progress, self.updates_per_epoch)
@@ -282,9 +290,9 @@ class Run:
     def advance(self) -> Record:
         """Make an update and record it; ``status`` is set if it was the last."""
         batch = self._batch()
-        before = time.perf_counter()
+        before = self._clock()
         step = self.method.update(batch, self.spent)
-        seconds = time.perf_counter() - before
+        seconds = self._clock() - before
         if self.averaged is not None:
             self.averaged.update_parameters(self.model)
         self.progress = Progress(
