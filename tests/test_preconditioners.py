@@ -26,7 +26,7 @@ from blockhf import (
     blocks,
     conjugate_gradient,
 )
-from blockhf.objective import Evaluation, Problem
+from blockhf.objective import Evaluation, Problem, Reduction
 from blockhf.operators import Damped, DiagonalBlock, LinearOperator
 from blockhf.preconditioners.draws import curvature_draw, signed_slopes
 from blockhf.solvers import Solution
@@ -126,10 +126,14 @@ def test_a_draws_covariance_is_the_losss_hessian_by_the_outputs(
     assert float(((covariance - H) / deviation).abs().max()) < 5
 
 
-def test_signed_slopes_have_the_empirical_fishers_covariance_over_the_number_of_samples() -> None:
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_signed_slopes_have_the_empirical_fishers_covariance(reduction: Reduction) -> None:
     logits = randn(4, 3).requires_grad_()
-    evaluation = Evaluation((logits,), F.cross_entropy(logits, torch.tensor([0, 1, 2, 0])), 4)
+    loss = F.cross_entropy(logits, torch.tensor([0, 1, 2, 0]), reduction=reduction)
+    evaluation = Evaluation((logits,), loss, 4, reduction)
     (slopes,) = torch.autograd.grad(evaluation.loss, logits, retain_graph=True)
+    if reduction == "mean":
+        slopes = 2 * slopes  # r / 4 for each of 4 samples; the mean of r rᵀ is the sum of (r / 2) (r / 2)ᵀ
     generator = torch.Generator().manual_seed(0)
     draws = torch.stack([signed_slopes(evaluation, generator)[0] for _ in range(2000)])
     assert torch.equal(draws.abs(), slopes.abs().expand_as(draws))

@@ -12,6 +12,7 @@ from blockhf.curvature import (
     Traced,
 )
 from blockhf.damping import ByCoefficient, Constant, LevenbergMarquardt
+from blockhf.distributed import mesh
 from blockhf.optimizer import BlockHF
 from blockhf.preconditioners import (
     CurvatureDraws,
@@ -71,4 +72,5 @@ __all__ = [
     "Traced",
     "blocks",
     "conjugate_gradient",
+    "mesh",
 ]

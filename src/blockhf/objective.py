@@ -238,18 +238,26 @@ class IsolatedBuffers(contextlib.AbstractContextManager["IsolatedBuffers"]):
 
 @dataclass
 class Part:
-    """A part of a batch, with its share in the total and the random numbers it was first run with."""
+    """A part of a batch, with its share in the total and the random numbers it was first run with.
+
+    ``place`` is that of its first sample among all those whose mean is taken.
+    """
 
     objective: Objective
     batch: Any
     weight: float
     devices: Sequence[torch.device]
     start: RandomState | None = None
+    place: int = 0
 
     @property
     def shapes(self) -> tuple[tuple[int, ...], ...]:
         """Of the tensors of its batch; what an evaluation costs goes by them."""
         return tuple(tuple(tensor.shape) for tensor in tensors_of(self.batch))
+
+    def generator(self, seed: int, device: torch.device) -> torch.Generator:
+        """Random numbers for this part's samples, whichever process has them."""
+        return torch.Generator(device).manual_seed(seed + 1_000_003 * self.place)
 
     def evaluate(self) -> Evaluation:
         """The first time, draw random numbers as usual; from then on, draw the same ones again."""
@@ -272,9 +280,35 @@ class Work:
     num_linearizations: int = 0
 
 
+@dataclass(frozen=True)
+class Share:
+    """What part of a set of samples is here, where several processes have them between them.
+
+    Attributes:
+        own: How many are here.
+        total: How many there are.
+        before: How many have a place before those that are here.
+    """
+
+    own: int
+    total: int
+    before: int = 0
+
+    @property
+    def weight(self) -> float:
+        return self.own / self.total if self.total else 0.0
+
+
+Total = Callable[[Sequence[Tensor]], Sequence[Tensor]]
+"""Adds up tensors over the processes that have the samples between them."""
+
+
 @dataclass
 class Problem:
     """The objective on one batch near the current parameters.
+
+    Where several processes have the samples between them, each has a problem on its own samples, and what
+    comes out is that of all samples together.
 
     Args:
         objective: The user's function.
@@ -286,6 +320,11 @@ class Problem:
         reduction: How the objective's loss sums up its samples.
         held_out_batch: Samples that neither gradient nor curvature may see.
         sum_over: To how many samples a sum is scaled; zero stands for those of the gradient.
+        share: What part of the gradient's samples is in the batch; ``None`` stands for all.
+        curvature_share: The same of the curvature batch.
+        held_out_share: The same of the held-out batch.
+        counts: How many of the curvature's samples each process has.
+        total: Adds up over the processes; ``None`` where there is but one.
         linearize: From a problem, and about how many products are wanted with each block, to the matrix.
         work: What has been asked of the objective.
         meter: Counts the floating point operations.
@@ -299,6 +338,11 @@ class Problem:
     reduction: Reduction = "mean"
     held_out_batch: Any = None
     sum_over: int = 0
+    share: Share | None = None
+    curvature_share: Share | None = None
+    held_out_share: Share | None = None
+    counts: Sequence[int] = ()
+    total: Total | None = None
     linearize: Callable[[Problem, Sequence[int]], BlockMatrix] | None = None
     work: Work = field(default_factory=Work)
     meter: Meter = field(default_factory=Meter)
@@ -308,13 +352,13 @@ class Problem:
         if self.batch is None:
             if self.curvature_batch is not None and not isinstance(self.curvature_batch, int):
                 raise ValueError("A curvature batch was given without a gradient batch. Give both.")
-            self.num_samples = self.num_curvature_samples = 1
+            self.num_samples = self.num_curvature_samples = self.sum_over = 1
             self.parts = [Part(self.objective, None, 1.0, self.devices)]
             self._whole = True
         else:
             self.num_samples = batch_size(self.batch)
-            self.sum_over = self.sum_over or self.num_samples
-            self.parts = self.split(self.batch)
+            self.sum_over = self.sum_over or (self.share.total if self.share else self.num_samples)
+            self.parts = self.split(self.batch, self.share)
             self.num_curvature_samples = (
                 min(self.curvature_batch or self.num_samples, self.num_samples)
                 if self.curvature_batch is None or isinstance(self.curvature_batch, int)
@@ -323,6 +367,7 @@ class Problem:
             self._whole = (
                 not self._curvature_is_given
                 and self.num_curvature_samples == self.num_samples
+                and self.curvature_share == self.share
                 and len(self.parts) == 1
             )
         self._evaluation: Evaluation | None = None
@@ -330,22 +375,31 @@ class Problem:
         self._buffers = IsolatedBuffers()
 
     @property
+    def num_curvature_total(self) -> int:
+        """Samples of curvature, wherever they are."""
+        return self.curvature_share.total if self.curvature_share else self.num_curvature_samples
+
+    @property
     def _curvature_is_given(self) -> bool:
         return not (self.curvature_batch is None or isinstance(self.curvature_batch, int))
 
-    def split(self, batch: Any) -> list[Part]:
+    def split(self, batch: Any, share: Share | None = None) -> list[Part]:
         """Parts of at most ``micro_batch_size`` samples whose weighted losses add up to the batch's.
 
-        A sum is scaled to the number of samples of the gradient.
+        A sum is scaled to the number of samples of the gradient. A batch whose share is zero stands in for
+        none at all: its weights are zero.
         """
         size = batch_size(batch)
+        share = share or Share(size, size)
         step = self.micro_batch_size or size
         parts = []
         for start in range(0, size, step):
             stop = min(start + step, size)
             weight = (stop - start) / size if self.reduction == "mean" else self.sum_over / size
             part = batch if stop - start == size else take(batch, start, stop)
-            parts.append(Part(self.objective, part, weight, self.devices))
+            parts.append(
+                Part(self.objective, part, share.weight * weight, self.devices, place=share.before + start)
+            )
         return parts
 
     def differentiate(self) -> tuple[Tensor, list[Tensor]]:
@@ -370,7 +424,12 @@ class Problem:
                     self._evaluation = evaluation
                 self.work.gradient_samples += evaluation.num_samples or 1
         self.work.num_gradients += 1
+        loss, *gradient = self.summed([loss, *gradient])
         return loss, gradient
+
+    def summed(self, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+        """The sums over the processes that have the samples between them."""
+        return tensors if self.total is None else self.total(tensors)
 
     def commit(self, update: Sequence[Tensor] | None) -> None:
         """Move the parameters by ``update``, if any, and keep what the gradient pass wrote into buffers."""
@@ -388,7 +447,7 @@ class Problem:
             if self._curvature_is_given
             else take(self.batch, 0, self.num_curvature_samples)
         )
-        parts = self.split(batch)
+        parts = self.split(batch, self.curvature_share)
         for i, part in enumerate(parts):
             part.start = self.parts[min(i, len(self.parts) - 1)].start
         return parts
@@ -421,7 +480,32 @@ class Problem:
         """
         if self.held_out_batch is None:
             return None
-        return replace(self, batch=self.held_out_batch, curvature_batch=None, held_out_batch=None)
+        return replace(
+            self,
+            batch=self.held_out_batch,
+            curvature_batch=None,
+            held_out_batch=None,
+            share=self.held_out_share,
+            curvature_share=self.held_out_share,
+        )
+
+    def restricted(self, blocks: Sequence[Block], batch: Any, share: Share, total: Total | None) -> Problem:
+        """The curvature of some of the blocks on other samples, at the same point; it has no gradient."""
+        other = replace(
+            self,
+            batch=batch,
+            blocks=blocks,
+            curvature_batch=None,
+            held_out_batch=None,
+            share=share,
+            curvature_share=share,
+            total=total,
+        )
+        other.num_outputs, other.num_nodes = self.num_outputs, self.num_nodes
+        other._buffers.modules = self._buffers.modules
+        for part in other.parts:  # the gradient's draws were made for other samples
+            part.start = RandomState(self.devices)
+        return other
 
     def linearizable(self, part: Part, *, fresh: bool = False) -> Evaluation:
         """An evaluation of ``part`` that can be differentiated twice and leaves no trace elsewhere.
@@ -482,7 +566,7 @@ class Problem:
                 block.visit_(value)
         self.work.num_evaluations += 1
         self.work.evaluated_samples += self.num_samples
-        total: Tensor = loss
+        (total,) = self.summed([loss])
         return total
 
     def _kernels(self) -> contextlib.AbstractContextManager[None]:

@@ -4,24 +4,46 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import time
+import zlib
 from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
 from blockhf.blocks import Block, check_block
 from blockhf.curvature import Auto, Curvature, GaussNewton, Products
 from blockhf.damping import ByCoefficient, Constant, DampingRule, LevenbergMarquardt, Outcome
+from blockhf.distributed import (
+    Ownership,
+    Summed,
+    Team,
+    differences,
+    merged,
+    on_cpu,
+    share_out,
+    without,
+)
 from blockhf.flops import Meter
-from blockhf.objective import Objective, Problem, Reduction, batch_size, take
+from blockhf.objective import Objective, Problem, Reduction, Share, batch_size, take, tensors_of
 from blockhf.operators import BlockMatrix, Counted, Damped, DiagonalBlock
 from blockhf.preconditioners import Identity, Kronecker, Preconditioner
 from blockhf.report import BlockReport, StepReport, Stopwatch
 from blockhf.sampling import AllSamples, NoiseScale, Sampling, Spent
 from blockhf.search import Backtracking, Choice, FixedStep, Proposal, Search, Subspace
-from blockhf.solvers import BlockSolver, Cholesky, ConjugateGradient, Solution, Status, System
+from blockhf.solvers import (
+    BlockSolver,
+    Cholesky,
+    ConjugateGradient,
+    GaussSeidel,
+    Solution,
+    Status,
+    System,
+    num_iterates,
+)
 
 # The policies, and the method by which each is asked.
 _POLICIES = {
@@ -89,6 +111,9 @@ class BlockHF(Optimizer):
             ``AllSamples()``.
         measure_memory: Whether the report has the peak memory by phase. The peak is that of the device,
             or on the CPU of the process, and is reset for the purpose.
+        mesh: Ranks that share the work (docs/scaling.md), from ``blockhf.mesh(block=…, data=…)``. Every rank
+            makes the optimizer and all calls of it alike, with its own samples as the batch. Rank 0's
+            parameters are copied to the others.
 
     Example:
         >>> from torch import nn
@@ -129,6 +154,7 @@ class BlockHF(Optimizer):
         preconditioner: Preconditioner | None = None,
         sampling: Sampling | None = None,
         measure_memory: bool = True,
+        mesh: DeviceMesh | None = None,
     ) -> None:
         self.curvature: Curvature = curvature or GaussNewton()
         self.products: Products = products or Auto()
@@ -160,6 +186,10 @@ class BlockHF(Optimizer):
             "slow_start": slow_start,
         }
         super().__init__(params, defaults)
+        self._team = None if mesh is None else Team(mesh)
+        self._ownership = Ownership(1 if self._team is None else self._team.num_blocks)
+        if self._team is not None:
+            self._join(self._team)
 
     @classmethod
     def paper(
@@ -288,52 +318,59 @@ class BlockHF(Optimizer):
 
         # 2. The curvature on a part of it, ready for products.
         with watch.phase("curvature"):
-            max_steps = [self._max_steps(*pair) for pair in zip(found.groups, problem.blocks, strict=True)]
-            worth = int(getattr(self.solver, "worth", 0))
-            matrix = problem.matrix([max(limit, worth) for limit in max_steps])
-            dampings = [float(group["damping"]) for group in found.groups]
-            inverses = self.preconditioner.prepare(problem, matrix, dampings)
+            own, mine = self._own(problem)
+            groups = [found.groups[index] for index in mine]
+            max_steps = [self._max_steps(*pair) for pair in zip(groups, own.blocks, strict=True)]
+            dampings = [float(group["damping"]) for group in groups]
+            matrix, inverses = None, []
+            if mine:
+                worth = int(getattr(self.solver, "worth", 0))
+                matrix = own.matrix([max(limit, worth) for limit in max_steps])
+                inverses = list(self.preconditioner.prepare(own, matrix, dampings))
 
         # 3. Conjugate gradients on each block.
         with watch.phase("solve"):
-            counters = [Counted(DiagonalBlock(matrix, index)) for index in range(len(gradient))]
-            systems = [
-                System(
-                    index=index,
-                    operator=Damped(counter, damping),
-                    rhs=-slope,
-                    start=self._start(group, block),
-                    preconditioner=inverse,
-                    rtol=group["cg_rtol"],
-                    progress=group["cg_progress"],
-                    max_steps=limit,
-                    record=self.search.record,
-                )
-                for index, (counter, damping, slope, group, block, inverse, limit) in enumerate(
-                    zip(
-                        counters,
-                        dampings,
-                        gradient,
-                        found.groups,
-                        problem.blocks,
-                        inverses,
-                        max_steps,
-                        strict=True,
+            if matrix is not None:
+                counters = [Counted(DiagonalBlock(matrix, place)) for place in range(len(mine))]
+                systems = [
+                    System(
+                        index=place,
+                        operator=Damped(counter, damping),
+                        rhs=-gradient[index],
+                        start=self._start(group, block),
+                        preconditioner=inverse,
+                        rtol=group["cg_rtol"],
+                        progress=group["cg_progress"],
+                        max_steps=limit,
+                        record=self.search.record,
                     )
-                )
-            ]
-            found.solutions = self.solver.solve(systems, matrix)
-            found.notes = list(getattr(matrix, "notes", [type(self.products).__name__] * len(gradient)))
-            found.num_products = [counter.num_products for counter in counters]
-            for index, formed in getattr(matrix, "dense", {}).items():
-                # A product each, or else a factorization.
-                flops = 2 * found.num_products[index] * formed.numel() or len(formed) ** 3 // 3
-                problem.meter.add("formed", flops)
+                    for place, (index, counter, damping, group, block, inverse, limit) in enumerate(
+                        zip(mine, counters, dampings, groups, own.blocks, inverses, max_steps, strict=True)
+                    )
+                ]
+                solutions, seconds = self._solve(systems, matrix)
+                notes = list(getattr(matrix, "notes", ())) or [type(self.products).__name__] * len(mine)
+                for place, formed in getattr(matrix, "dense", {}).items():
+                    # A product each, or else a factorization.
+                    flops = 2 * counters[place].num_products * formed.numel() or len(formed) ** 3 // 3
+                    problem.meter.add("formed", flops)
+                found.solved = {
+                    index: _Solved(solution, counter.num_products, duration, note)
+                    for index, solution, counter, duration, note in zip(
+                        mine, solutions, counters, seconds, notes, strict=True
+                    )
+                }
+            self._exchange(found)
             found.proposals = [
-                Proposal(slope, solution.x, solution.model, damping, float(group["lr"]), solution.iterates)
-                for slope, solution, damping, group in zip(
-                    gradient, found.solutions, dampings, found.groups, strict=True
+                Proposal(
+                    slope,
+                    solved.x,
+                    solved.model,
+                    float(group["damping"]),
+                    float(group["lr"]),
+                    solved.iterates,
                 )
+                for slope, solved, group in zip(gradient, found.solutions, found.groups, strict=True)
             ]
             if any(solution.status is Status.NON_FINITE for solution in found.solutions):
                 return found.failed("the curvature is not finite")
@@ -341,6 +378,8 @@ class BlockHF(Optimizer):
                 solution.status is Status.NONPOSITIVE_CURVATURE for solution in found.solutions
             ):
                 return found.failed("no block has a direction of positive curvature")
+            if own is not problem:
+                own.release()
             if not getattr(self.search, "uses_curvature", False) or problem.held_out_batch is not None:
                 problem.release()
         return found
@@ -350,7 +389,7 @@ class BlockHF(Optimizer):
             for param, own in zip(block.params, block.unflatten(solution.x), strict=True):
                 state = self.state[param]
                 state["step"] = state.get("step", 0) + 1
-                if group["warm_start"] > 0:
+                if group["warm_start"] > 0 and self._owns(block.name):
                     state["direction"] = own.clone()
                 else:
                     state.pop("direction", None)
@@ -371,7 +410,7 @@ class BlockHF(Optimizer):
         return found.loss
 
     def _adapt(self, found: _Found, choice: Choice, outcomes: Sequence[Outcome]) -> None:
-        self.sampling.update(found.spent(choice))
+        self.sampling.update(self._spent(found, choice))
         for group, outcome in zip(found.groups, outcomes, strict=True):
             group["damping"] = self.damping.update(float(group["damping"]), outcome)
 
@@ -385,22 +424,50 @@ class BlockHF(Optimizer):
         if not blocks:
             raise ValueError("Every parameter is frozen. Thaw some with requires_grad_(True).")
         self._meter.totals.clear()
-        held_out = None
-        if batch is not None:
-            num_available = batch_size(batch)
-            num_held_out = 0
-            if searches and hasattr(self.search, "num_held_out"):
-                wanted = self.sampling.size(num_available)
-                num_held_out = self.search.num_held_out(num_available, wanted)
-            if num_held_out > 0:
-                held_out = take(batch, num_available - num_held_out, num_available)
-            num_samples = num_available - num_held_out
-            if num_held_out > 0 or not getattr(self.sampling, "needs_signal", False):
-                num_samples = max(self.sampling.size(num_samples), min(_FEWEST_SAMPLES, num_samples))
-            if num_samples < num_available:
-                batch = take(batch, 0, num_samples)
-            if curvature is None:
-                curvature = self._num_curvature_samples(num_samples)
+        if batch is None:
+            if self._team is not None:
+                raise ValueError("On a mesh the samples are shared out: pass them to step() as the batch.")
+            return self._make_problem(objective, None, blocks, curvature)
+        sizes, given = self._sizes(blocks, batch, curvature)
+        rank = 0 if self._team is None else self._team.rank
+
+        # Of each rank's samples, the last are held out, and the first are the gradient's and the curvature's.
+        num_available, num_held_out = sum(sizes), 0
+        if searches and hasattr(self.search, "num_held_out"):
+            num_held_out = self.search.num_held_out(num_available, self.sampling.size(num_available))
+        held_out = share_out(num_held_out, sizes)
+        num_samples = num_available - num_held_out
+        if num_held_out > 0 or not getattr(self.sampling, "needs_signal", False):
+            num_samples = max(self.sampling.size(num_samples), min(_FEWEST_SAMPLES, num_samples))
+        left = [size - number for size, number in zip(sizes, held_out, strict=True)]
+        gradients = share_out(num_samples, left)
+        curved = (
+            given if curvature is not None else share_out(self._num_curvature_samples(num_samples), gradients)
+        )
+        own = sizes[rank]
+        # One sample, with no weight, stands in where there is none.
+        return self._make_problem(
+            objective,
+            take(batch, 0, max(gradients[rank], 1)) if gradients[rank] < own else batch,
+            blocks,
+            max(curved[rank], 1) if curvature is None else curvature,
+            held_out_batch=take(batch, own - max(held_out[rank], 1), own) if num_held_out > 0 else None,
+            **(
+                {}
+                if self._team is None
+                else {
+                    "share": _share(gradients, rank),
+                    "curvature_share": _share(curved, rank),
+                    "held_out_share": _share(held_out, rank),
+                    "total": self._team.sum,
+                    "counts": curved,
+                }
+            ),
+        )
+
+    def _make_problem(
+        self, objective: Objective, batch: Any, blocks: Sequence[Block], curvature: Any, **rest: Any
+    ) -> Problem:
         return Problem(
             objective,
             batch,
@@ -408,9 +475,9 @@ class BlockHF(Optimizer):
             curvature,
             self.micro_batch_size,
             self.reduction,
-            held_out,
             linearize=self._linearize,
             meter=self._meter,
+            **rest,
         )
 
     def _num_curvature_samples(self, num_samples: int) -> int:
@@ -420,7 +487,8 @@ class BlockHF(Optimizer):
         return min(num_samples if size is None else size, num_samples)
 
     def _linearize(self, problem: Problem, num_products: Sequence[int]) -> BlockMatrix:
-        return self.products.linearize(self.curvature, problem, num_products)
+        matrix = self.products.linearize(self.curvature, problem, num_products)
+        return matrix if problem.total is None else Summed.over(problem.total, matrix, problem.blocks)
 
     def _groups(self, blocks: Sequence[Block]) -> list[dict[str, Any]]:
         groups = {group["name"]: group for group in self.param_groups}
@@ -439,6 +507,158 @@ class BlockHF(Optimizer):
                 return int(min(max_cg_steps, group["max_cg_steps"]))
         return int(group["max_cg_steps"])
 
+    # On a mesh
+
+    def _join(self, team: Team) -> None:
+        """Make sure that all ranks do the same, from the same parameters."""
+        self._agree(team, {"the version of torch": torch.__version__, **self._description()})
+        if team.num_blocks > 1 and isinstance(self.solver, GaussSeidel):
+            raise ValueError(
+                "GaussSeidel solves one block after the other. Use a mesh with block=1, or Cholesky()."
+            )
+        params = [param for group in self.param_groups for param in group["params"]]
+        team.broadcast([param.data for param in params], "parameters")
+        sizes = {
+            group["name"]: sum(param.numel() for param in group["params"] if param.requires_grad)
+            for group in self.param_groups
+        }
+        self._ownership.begin({name: size for name, size in sizes.items() if size})
+
+    def _description(self) -> dict[str, Any]:
+        """What must be the same on all ranks."""
+        blocks = {
+            f"the shapes of block {group['name']!r}": [tuple(param.shape) for param in group["params"]]
+            for group in self.param_groups
+        }
+        options = {
+            f"{name} of block {group['name']!r}": group.get(name)
+            for group in self.param_groups
+            for name in self.defaults
+        }
+        settings = {name: getattr(self, name) for name in _SETTINGS}
+        policies = {name: _described(policy) for name, policy in self._policies()}
+        return {
+            "the blocks": [group["name"] for group in self.param_groups],
+            **blocks,
+            **options,
+            **settings,
+            **policies,
+        }
+
+    @staticmethod
+    def _agree(team: Team, own: dict[str, Any]) -> None:
+        if lines := differences(team.objects(own, "settings")):
+            raise ValueError("The ranks do not do the same: " + "; ".join(lines) + ".")
+
+    def _sizes(self, blocks: Sequence[Block], batch: Any, curvature: Any) -> tuple[list[int], list[int]]:
+        """How many samples, and curvature samples of their own, all ranks have."""
+        own = [batch_size(batch), 0 if curvature is None else batch_size(curvature)]
+        team = self._team
+        if team is None:
+            return [own[0]], [own[1]]
+        team.traffic.clear()
+        kinds = [(str(tensor.dtype), tuple(tensor.shape[1:])) for tensor in tensors_of(batch)]
+        description = {
+            **self._description(),
+            "the shape of a sample": kinds,
+            "curvature=": curvature is not None,
+        }
+        names = [group["name"] for group in self.param_groups]
+        seconds = [self._ownership.seconds.get(name, 0.0) for name in names]
+        found = team.numbers([*own, zlib.crc32(repr(description).encode()), *seconds], "numbers")
+        if len({numbers[2] for numbers in found}) > 1:
+            self._agree(team, description)
+        measured = {name: max(numbers[3 + place] for numbers in found) for place, name in enumerate(names)}
+        if self._ownership.is_due({block.name: block.size for block in blocks}, measured):
+            state = self.state_dict()
+            self._ownership.move()
+            self.load_state_dict(state)
+        return [int(numbers[0]) for numbers in found], [int(numbers[1]) for numbers in found]
+
+    def _owns(self, name: str) -> bool:
+        return self._team is None or self._ownership.owners.get(name) == self._team.block
+
+    def _own(self, problem: Problem) -> tuple[Problem, list[int]]:
+        """The curvature of the blocks that are solved here, on the samples they need, and which they are."""
+        team = self._team
+        if team is None:
+            return problem, list(range(len(problem.blocks)))
+        mine = [index for index, block in enumerate(problem.blocks) if self._owns(block.name)]
+        counts, columns = team.column(problem.counts), team.columns(problem.counts)
+        batch = problem.batch if isinstance(problem.curvature_batch, int) else problem.curvature_batch
+        # Where the column has none, one sample stands in, with no weight.
+        gathered = team.gather_samples(batch, counts) if any(counts) else take(batch, 0, 1)
+        share = _share(columns, team.data)
+        blocks = [problem.blocks[index] for index in mine]
+        return problem.restricted(blocks, gathered, share, team.sum_along_data), mine
+
+    def _solve(self, systems: Sequence[System], matrix: BlockMatrix) -> tuple[list[Solution], list[float]]:
+        """The solutions and, on a mesh of blocks, how long each took."""
+        if self._team is None or self._team.num_blocks == 1:
+            return self.solver.solve(systems, matrix), [0.0] * len(systems)
+        solutions, seconds = [], []
+        for system in systems:
+            start = time.perf_counter()
+            solutions += self.solver.solve([system], matrix)
+            seconds.append(time.perf_counter() - start)
+        return solutions, seconds
+
+    def _exchange(self, found: _Found) -> None:
+        """Tell the other ranks what was found here, and hear from them."""
+        team, blocks = self._team, found.problem.blocks
+        if team is None:
+            return
+        owners = [self._ownership.owners[block.name] for block in blocks]
+        gathered = team.gather_solutions(
+            {
+                index: (each.solution, [each.num_products, each.seconds])
+                for index, each in found.solved.items()
+            },
+            owners,
+            [block.params[0].new_empty(block.size) for block in blocks],
+            [
+                num_iterates(self.search.record, self._max_steps(group, block))
+                for group, block in zip(found.groups, blocks, strict=True)
+            ],
+            num_numbers=2,
+        )
+        own = found.solved
+        found.solved = {
+            index: _Solved(
+                solution,
+                int(num_products),
+                seconds,
+                own[index].note if index in own else f"solved by ranks {team.row(owners[index])}",
+            )
+            for index, (solution, (num_products, seconds)) in enumerate(gathered)
+        }
+        self._ownership.seconds = {
+            blocks[index].name: each.seconds for index, each in found.solved.items() if index in own
+        }
+
+    def _loads(self, found: _Found) -> Sequence[float]:
+        """How long each coordinate of the mesh took to solve its blocks."""
+        loads = [0.0] * self._ownership.num_owners
+        for block, each in zip(found.problem.blocks, found.solved.values(), strict=False):
+            loads[self._ownership.owners.get(block.name, 0)] += each.seconds
+        return loads if len(loads) > 1 else ()
+
+    def _spent(self, found: _Found, choice: Choice) -> Spent:
+        """What the step used, on all ranks together."""
+        problem = found.problem
+        totals = problem.meter.totals
+        own = [
+            float(totals.get("gradient", 0)),
+            float(problem.work.gradient_samples),
+            float(problem.meter.total - totals.get("checks", 0)),
+        ]
+        if self._team is not None and getattr(self.sampling, "needs_signal", False):
+            own = [sum(column) for column in zip(*self._team.numbers(own, "numbers"), strict=True)]
+        gradient, num_samples, everything = own
+        per_sample = gradient / max(num_samples, 1)
+        rest = (everything - problem.sum_over * per_sample) / per_sample if per_sample else 0.0
+        return Spent(problem.sum_over, choice.signal, rest)
+
     def _report(
         self, found: _Found, choice: Choice, *, accepted: bool, ratio: float | None = None
     ) -> StepReport:
@@ -456,12 +676,14 @@ class BlockHF(Optimizer):
             blocks=self._block_reports(found, choice) if found.solutions else (),
             work={
                 **dataclasses.asdict(found.problem.work),
+                **({} if self._team is None else self._team.traffic.summary()),
                 "flops": found.problem.meter.total,
                 **{f"{kind}_flops": flops for kind, flops in found.problem.meter.totals.items()},
-                "gradient_batch": found.problem.num_samples,
-                "curvature_batch": found.problem.num_curvature_samples,
+                "gradient_batch": found.problem.sum_over,
+                "curvature_batch": found.problem.num_curvature_total,
             },
             phases=found.watch.phases,
+            loads=self._loads(found),
         )
 
     def _block_reports(self, found: _Found, choice: Choice) -> list[BlockReport]:
@@ -469,23 +691,21 @@ class BlockHF(Optimizer):
             BlockReport(
                 name=block.name,
                 size=block.size,
-                status=str(solution.status),
-                num_steps=solution.num_steps,
-                num_products=num_products,
-                residual=solution.residual,
-                decrease=-solution.model,
+                status=str(solved.solution.status),
+                num_steps=solved.solution.num_steps,
+                num_products=solved.num_products,
+                residual=solved.solution.residual,
+                decrease=-solved.solution.model,
                 damping=proposal.damping,
                 norm=proposal.norm,
                 coefficient=share,
-                products=note,
+                products=solved.note,
             )
-            for block, solution, num_products, proposal, share, note in zip(
+            for block, solved, proposal, share in zip(
                 found.problem.blocks,
-                found.solutions,
-                found.num_products,
+                found.solved.values(),
                 found.proposals,
                 found.shares(choice),
-                found.notes,
                 strict=True,
             )
         ]
@@ -519,24 +739,39 @@ class BlockHF(Optimizer):
         super().add_param_group(group)
 
     def state_dict(self) -> dict[str, Any]:
-        """As with any optimizer, and the state of those policies that have one under ``"policies"``."""
+        """As with any optimizer, and the state of those policies that have one under ``"policies"``.
+
+        On a mesh all ranks have to call it; each gets the state of all blocks, which loads anywhere.
+        """
         state = super().state_dict()
         state["policies"] = {
             name: policy.state_dict() for name, policy in self._policies() if hasattr(policy, "state_dict")
         }
+        if self._team is not None and self._team.num_blocks > 1:
+            own = {name: state[name] for name in ("state", "policies")}
+            state.update(merged(self._team.objects_along_block(on_cpu(own), "state")))
         return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state, after which the next step is the one that the saved optimizer would have made."""
         super().load_state_dict(state_dict)
-        saved = state_dict.get("policies", {})
+        saved = dict(state_dict.get("policies", {}))
+        foreign = [group for group in self.param_groups if not self._owns(group["name"])]
+        for group in foreign:
+            for param in group["params"]:
+                if param in self.state:
+                    self.state[param].pop("direction", None)
+        if "preconditioner" in saved:
+            saved["preconditioner"] = without(saved["preconditioner"], {group["name"] for group in foreign})
         for name, policy in self._policies():
             if hasattr(policy, "load_state_dict") and name in saved:
                 policy.load_state_dict(saved[name])
 
     def __getstate__(self) -> dict[str, Any]:
+        if self._team is not None:
+            raise TypeError("An optimizer on a mesh cannot be copied. Copy its state_dict().")
         own = {name: getattr(self, name) for name in (*_POLICIES, *_SETTINGS, "report")}
-        return {**super().__getstate__(), **own, "_meter": Meter()}
+        return {**super().__getstate__(), **own, "_meter": Meter(), "_team": None, "_ownership": Ownership(1)}
 
     def _policies(self) -> list[tuple[str, Any]]:
         return [(name, getattr(self, name)) for name in _POLICIES]
@@ -567,6 +802,16 @@ class BlockHF(Optimizer):
             )
 
 
+@dataclasses.dataclass(frozen=True)
+class _Solved:
+    """A block's solution, the products that it took, its seconds, and a word on how products are made."""
+
+    solution: Solution
+    num_products: int
+    seconds: float
+    note: str
+
+
 @dataclasses.dataclass
 class _Found:
     """What a step knows before it decides how far to go."""
@@ -575,10 +820,8 @@ class _Found:
     watch: Stopwatch
     loss: Tensor
     groups: list[dict[str, Any]]
-    solutions: list[Solution] = dataclasses.field(default_factory=list)
+    solved: dict[int, _Solved] = dataclasses.field(default_factory=dict)
     proposals: list[Proposal] = dataclasses.field(default_factory=list)
-    num_products: list[int] = dataclasses.field(default_factory=list)
-    notes: list[str] = dataclasses.field(default_factory=list)
     reason: str | None = None
     sound: bool = True
 
@@ -587,16 +830,26 @@ class _Found:
         self.reason, self.sound = reason, sound
         return self
 
-    def spent(self, choice: Choice) -> Spent:
-        problem = self.problem
-        gradient = problem.meter.totals.get("gradient", 0)
-        per_sample = gradient / max(problem.work.gradient_samples, 1)
-        total = problem.meter.total - problem.meter.totals.get("checks", 0)
-        rest = (total - problem.num_samples * per_sample) / per_sample if per_sample else 0.0
-        return Spent(problem.num_samples, choice.signal, rest)
+    @property
+    def solutions(self) -> list[Solution]:
+        return [solved.solution for solved in self.solved.values()]
 
     def shares(self, choice: Choice) -> Sequence[float]:
         return choice.coefficients or [0.0] * len(self.groups)
+
+
+def _described(policy: Any) -> str:
+    """A policy's kind and settings, without what it has learned."""
+    settings = {
+        name: value if isinstance(value, (int, float, str, bool, type(None))) else type(value).__name__
+        for name, value in sorted(getattr(policy, "__dict__", {}).items())
+        if not name.startswith("_")
+    }
+    return f"{type(policy).__name__}({', '.join(f'{name}={value}' for name, value in settings.items())})"
+
+
+def _share(counts: Sequence[int], rank: int) -> Share:
+    return Share(counts[rank], sum(counts), sum(counts[:rank]))
 
 
 def _finite(tensor: Tensor) -> bool:

@@ -72,6 +72,7 @@ class StepReport:
         blocks: One record per block.
         work: Passes and samples that the step asked of the objective.
         phases: Time and peak memory of each phase.
+        loads: On a mesh of blocks, the seconds that each coordinate took to solve its own.
     """
 
     step: int
@@ -86,6 +87,7 @@ class StepReport:
     blocks: Sequence[BlockReport] = ()
     work: dict[str, int] = field(default_factory=dict)
     phases: dict[str, Phase] = field(default_factory=dict)
+    loads: Sequence[float] = ()
 
     @property
     def seconds(self) -> float:
@@ -126,6 +128,8 @@ class StepReport:
         ]
         if spent:
             lines.append("  " + ", ".join(spent))
+        if self.loads:
+            lines.append("  solved in " + " | ".join(f"{load:.2f} s" for load in self.loads))
         return "\n".join(lines)
 
 

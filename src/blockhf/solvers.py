@@ -202,6 +202,11 @@ def _geometric(factor: float | None, limit: int) -> set[int]:
     return marks
 
 
+def num_iterates(record: float | None, max_steps: int) -> int:
+    """How many iterates a solution has at most."""
+    return 0 if record is None else len(_geometric(record, max_steps)) + 1
+
+
 @dataclass(frozen=True)
 class System:
     """A block's linear system, where to start and when to stop; ``index`` is that of the block."""

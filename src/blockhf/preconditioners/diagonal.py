@@ -17,8 +17,11 @@ from blockhf.preconditioners.draws import curvature_draw, signed_slopes
 class Estimator(Protocol):
     """A way to the diagonal of the matrix."""
 
-    def estimate(self, problem: Problem, matrix: BlockMatrix, generator: torch.Generator) -> list[Tensor]:
-        """For each block an estimate of its diagonal, of which averages are taken over the steps."""
+    def estimate(self, problem: Problem, matrix: BlockMatrix, seed: int) -> list[Tensor]:
+        """For each block an estimate of its diagonal, of which averages are taken over the steps.
+
+        ``seed`` is another in each step.
+        """
         ...
 
 
@@ -31,8 +34,8 @@ class CurvatureDraws:
 
     num_draws: int = 1
 
-    def estimate(self, problem: Problem, matrix: BlockMatrix, generator: torch.Generator) -> list[Tensor]:
-        return _squares(problem, generator, curvature_draw, self.num_draws)
+    def estimate(self, problem: Problem, matrix: BlockMatrix, seed: int) -> list[Tensor]:
+        return _squares(problem, seed, curvature_draw, self.num_draws)
 
 
 @dataclass(frozen=True)
@@ -44,10 +47,8 @@ class SignedGradients:
 
     num_draws: int = 1
 
-    def estimate(self, problem: Problem, matrix: BlockMatrix, generator: torch.Generator) -> list[Tensor]:
-        squares = _squares(problem, generator, signed_slopes, self.num_draws)
-        number = problem.num_curvature_samples if problem.reduction == "mean" else 1
-        return [square * number for square in squares]
+    def estimate(self, problem: Problem, matrix: BlockMatrix, seed: int) -> list[Tensor]:
+        return _squares(problem, seed, signed_slopes, self.num_draws)
 
 
 @dataclass(frozen=True)
@@ -56,10 +57,11 @@ class Hutchinson:
 
     num_draws: int = 1
 
-    def estimate(self, problem: Problem, matrix: BlockMatrix, generator: torch.Generator) -> list[Tensor]:
+    def estimate(self, problem: Problem, matrix: BlockMatrix, seed: int) -> list[Tensor]:
         diagonals = []
         for index, block in enumerate(problem.blocks):
             total = block.params[0].new_zeros(block.size)
+            generator = torch.Generator(total.device).manual_seed(seed)
             for _ in range(self.num_draws):
                 signs = torch.empty_like(total).bernoulli_(0.5, generator=generator).mul_(2).sub_(1)
                 total.add_(signs * matrix.product(index, index, signs), alpha=1 / self.num_draws)
@@ -99,11 +101,9 @@ class Diagonal:
         self, problem: Problem, matrix: BlockMatrix, dampings: Sequence[float]
     ) -> Sequence[LinearOperator | None]:
         self._num_steps += 1
-        device = problem.blocks[0].params[0].device
-        generator = torch.Generator(device).manual_seed(self.seed + self._num_steps)
         weight = min(1 - 1 / self._num_steps, self.decay)
         inverses: list[LinearOperator | None] = []
-        estimates = self.estimator.estimate(problem, matrix, generator)
+        estimates = self.estimator.estimate(problem, matrix, self.seed + self._num_steps)
         for block, new, damping in zip(problem.blocks, estimates, dampings, strict=True):
             new = new.nan_to_num(0.0, 0.0, 0.0).clamp_min_(0)
             known = self._averages.get(block.name)
@@ -134,7 +134,7 @@ class Scaling:
 
 def _squares(
     problem: Problem,
-    generator: torch.Generator,
+    seed: int,
     draw: Callable[[Evaluation, torch.Generator], list[Tensor]],
     num_draws: int,
 ) -> list[Tensor]:
@@ -146,6 +146,7 @@ def _squares(
             evaluation = problem.linearizable(part, fresh=True)
             if not evaluation.outputs:  # the loss alone: nothing is known, and all entries are alike
                 break
+            generator = part.generator(seed, evaluation.outputs[0].device)
             for _ in range(num_draws):
                 with problem.meter.counting("diagonal", part.shapes):
                     cotangents = draw(evaluation, generator)
@@ -157,4 +158,4 @@ def _squares(
                 for block, total in zip(problem.blocks, totals, strict=True):
                     gradient = block.flatten([next(gradients) for _ in block.params])
                     total.addcmul_(gradient, gradient, value=part.weight / num_draws)
-    return totals
+    return list(problem.summed(totals))

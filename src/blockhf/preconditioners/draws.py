@@ -49,9 +49,9 @@ def curvature_draw(evaluation: Evaluation, generator: torch.Generator) -> list[T
 
 
 def signed_slopes(evaluation: Evaluation, generator: torch.Generator) -> list[Tensor]:
-    """The slopes of the loss by the outputs, each sample's with a random sign.
+    """The slopes of the samples' losses by the outputs, each with a random sign.
 
-    Back-propagated, their covariance is the empirical Fisher matrix over the number of samples.
+    Back-propagated, their covariance is the empirical Fisher matrix.
     """
     slopes = torch.autograd.grad(
         evaluation.loss, evaluation.outputs, retain_graph=True, allow_unused=True, materialize_grads=True
@@ -60,7 +60,9 @@ def signed_slopes(evaluation: Evaluation, generator: torch.Generator) -> list[Te
     rows = join(slopes)
     signs = torch.empty(len(rows), 1, dtype=rows.dtype, device=rows.device)
     signs.bernoulli_(0.5, generator=generator).mul_(2).sub_(1)
-    return split(rows * signs)
+    # A mean loss has the slopes r / N, and the mean of r rᵀ is to be had from r / √N.
+    scale = (evaluation.num_samples or 1) ** 0.5 if evaluation.reduction == "mean" else 1.0
+    return split(rows * (scale * signs))
 
 
 def _rows(

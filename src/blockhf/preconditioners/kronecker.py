@@ -22,7 +22,7 @@ from torch.autograd.graph import GradientEdge
 from blockhf.blocks import Block
 from blockhf.curvature.uses import Use, find_uses
 from blockhf.flops import Meter
-from blockhf.objective import Evaluation, Part, Problem
+from blockhf.objective import Evaluation, Part, Problem, Total
 from blockhf.operators import BlockMatrix, LinearOperator
 from blockhf.preconditioners.draws import curvature_draw
 
@@ -96,8 +96,6 @@ class Kronecker:
 
     def _measure(self, problem: Problem, blocks: Sequence[Block]) -> dict[str, list[_Group]]:
         """Take the new step's factors into the averages; returns what belongs together, for each block."""
-        device = blocks[0].params[0].device
-        generator = torch.Generator(device).manual_seed(self.seed + self._num_steps)
         totals = _Totals()
         groups: dict[str, list[_Group]] = {}
         with torch.enable_grad():
@@ -110,7 +108,9 @@ class Kronecker:
                         evaluation.outputs, [param for block in blocks for param in block.params]
                     )
                     groups = _grouped(uses, blocks)
-                    self._backward(evaluation, part, groups, uses, totals, generator)
+                    self._backward(evaluation, part, groups, uses, totals)
+        if problem.total is not None:
+            totals.add_up(problem.total)
         weight = min(1 - 1 / self._num_steps, self.decay)
         for key, own in totals.finish().items():
             if not all(bool(tensor.isfinite().all()) for tensor in own.values()):
@@ -135,9 +135,9 @@ class Kronecker:
         groups: Mapping[str, Sequence[_Group]],
         uses: Mapping[Tensor, Sequence[Use]],
         totals: _Totals,
-        generator: torch.Generator,
     ) -> None:
-        draw = curvature_draw(evaluation, generator)
+        seed = self.seed + self._num_steps
+        draw = curvature_draw(evaluation, part.generator(seed, evaluation.outputs[0].device))
         scale = part.weight**0.5
         everything = [group for own in groups.values() for group in own]
         factored = [(group, use) for group in everything if group.factored for use in uses[group.weight]]
@@ -153,8 +153,12 @@ class Kronecker:
         with torch.no_grad():
             for (group, use), gradient in zip(factored, gradients, strict=False):
                 if gradient is not None:
-                    for moments in _moments(use, gradient, group.bias is not None, self.max_size):
-                        totals.add(group.key, *moments)
+                    for inputs, cotangents, positions in _moments(
+                        use, gradient, group.bias is not None, self.max_size
+                    ):
+                        if part.weight == 0:  # samples that stand in for none
+                            inputs, positions = torch.zeros_like(inputs), 0
+                        totals.add(group.key, inputs, cotangents, positions)
             for group, gradient in zip(rest, gradients[len(factored) :], strict=True):
                 square = torch.zeros_like(group.weight) if gradient is None else gradient.square()
                 totals.add_diagonal(group.key, square.reshape(-1))
@@ -250,7 +254,7 @@ class _Totals:
     """Sums over positions, calls and parts."""
 
     sums: dict[str, dict[str, Tensor]] = field(default_factory=dict)
-    positions: dict[str, int] = field(default_factory=dict)
+    positions: dict[str, float] = field(default_factory=dict)
 
     def add(self, key: str, inputs: Tensor, cotangents: Tensor, positions: int) -> None:
         own = self.sums.setdefault(key, {})
@@ -261,13 +265,24 @@ class _Totals:
     def add_diagonal(self, key: str, diagonal: Tensor) -> None:
         self._into(self.sums.setdefault(key, {}), "diagonal", diagonal)
 
+    def add_up(self, total: Total) -> None:
+        """Over the processes that have the samples between them."""
+        places = [(key, name) for key, own in self.sums.items() for name in own]
+        if not places:
+            return
+        tensors = [self.sums[key][name] for key, name in places]
+        *sums, numbers = total([*tensors, tensors[0].new_tensor(list(self.positions.values()))])
+        for (key, name), tensor in zip(places, sums, strict=True):
+            self.sums[key][name] = tensor
+        self.positions = dict(zip(self.positions, numbers.tolist(), strict=True))
+
     @staticmethod
     def _into(own: dict[str, Tensor], name: str, tensor: Tensor) -> None:
         own[name] = own[name].add_(tensor) if name in own else tensor
 
     def finish(self) -> dict[str, dict[str, Tensor]]:
         for key, number in self.positions.items():
-            self.sums[key]["inputs"] = self.sums[key]["inputs"] / number
+            self.sums[key]["inputs"] = self.sums[key]["inputs"] / max(number, 1)
         return self.sums
 
 
