@@ -294,6 +294,15 @@ class Share:
     total: int
     before: int = 0
 
+    @classmethod
+    def of(cls, counts: Sequence[int], place: int) -> Share:
+        """The share of one of several processes, from how many samples each has.
+
+        >>> Share.of([3, 5, 2], 1)
+        Share(own=5, total=10, before=3)
+        """
+        return cls(counts[place], sum(counts), sum(counts[:place]))
+
     @property
     def weight(self) -> float:
         return self.own / self.total if self.total else 0.0
@@ -323,7 +332,6 @@ class Problem:
         share: What part of the gradient's samples is in the batch; ``None`` stands for all.
         curvature_share: The same of the curvature batch.
         held_out_share: The same of the held-out batch.
-        counts: How many of the curvature's samples each process has.
         total: Adds up over the processes; ``None`` where there is but one.
         linearize: From a problem, and about how many products are wanted with each block, to the matrix.
         work: What has been asked of the objective.
@@ -341,7 +349,6 @@ class Problem:
     share: Share | None = None
     curvature_share: Share | None = None
     held_out_share: Share | None = None
-    counts: Sequence[int] = ()
     total: Total | None = None
     linearize: Callable[[Problem, Sequence[int]], BlockMatrix] | None = None
     work: Work = field(default_factory=Work)

@@ -5,8 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import time
-import zlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -17,18 +16,9 @@ from torch.optim import Optimizer
 from blockhf.blocks import Block, check_block
 from blockhf.curvature import Auto, Curvature, GaussNewton, Products
 from blockhf.damping import ByCoefficient, Constant, DampingRule, LevenbergMarquardt, Outcome
-from blockhf.distributed import (
-    Ownership,
-    Summed,
-    Team,
-    differences,
-    merged,
-    on_cpu,
-    share_out,
-    without,
-)
+from blockhf.distributed import Crew, Summed, share_out, without
 from blockhf.flops import Meter
-from blockhf.objective import Objective, Problem, Reduction, Share, batch_size, take, tensors_of
+from blockhf.objective import Objective, Problem, Reduction, Share, batch_size, take
 from blockhf.operators import BlockMatrix, Counted, Damped, DiagonalBlock
 from blockhf.preconditioners import Identity, Kronecker, Preconditioner
 from blockhf.report import BlockReport, StepReport, Stopwatch
@@ -40,6 +30,7 @@ from blockhf.solvers import (
     ConjugateGradient,
     GaussSeidel,
     Solution,
+    Solved,
     Status,
     System,
     num_iterates,
@@ -175,6 +166,7 @@ class BlockHF(Optimizer):
         self.measure_memory = measure_memory
         self.report = None
         self._meter = Meter()
+        self._counts: Sequence[int] = ()  # how many of the curvature's samples each rank has
         self._check_settings()
         defaults = {
             "lr": lr,
@@ -186,10 +178,7 @@ class BlockHF(Optimizer):
             "slow_start": slow_start,
         }
         super().__init__(params, defaults)
-        self._team = None if mesh is None else Team(mesh)
-        self._ownership = Ownership(1 if self._team is None else self._team.num_blocks)
-        if self._team is not None:
-            self._join(self._team)
+        self._crew = None if mesh is None else self._join(Crew(mesh))
 
     @classmethod
     def paper(
@@ -318,7 +307,9 @@ class BlockHF(Optimizer):
 
         # 2. The curvature on a part of it, ready for products.
         with watch.phase("curvature"):
-            own, mine = self._own(problem)
+            own, mine = problem, list(range(len(problem.blocks)))
+            if self._crew is not None:
+                own, mine = self._crew.own(problem, self._counts)
             groups = [found.groups[index] for index in mine]
             max_steps = [self._max_steps(*pair) for pair in zip(groups, own.blocks, strict=True)]
             dampings = [float(group["damping"]) for group in groups]
@@ -348,19 +339,17 @@ class BlockHF(Optimizer):
                         zip(mine, counters, dampings, groups, own.blocks, inverses, max_steps, strict=True)
                     )
                 ]
-                solutions, seconds = self._solve(systems, matrix)
-                notes = list(getattr(matrix, "notes", ())) or [type(self.products).__name__] * len(mine)
+                found.solved = dict(zip(mine, self._solve(systems, matrix, counters), strict=True))
                 for place, formed in getattr(matrix, "dense", {}).items():
                     # A product each, or else a factorization.
                     flops = 2 * counters[place].num_products * formed.numel() or len(formed) ** 3 // 3
                     problem.meter.add("formed", flops)
-                found.solved = {
-                    index: _Solved(solution, counter.num_products, duration, note)
-                    for index, solution, counter, duration, note in zip(
-                        mine, solutions, counters, seconds, notes, strict=True
-                    )
-                }
-            self._exchange(found)
+            if self._crew is not None:
+                most = [
+                    num_iterates(self.search.record, self._max_steps(group, block))
+                    for group, block in zip(found.groups, problem.blocks, strict=True)
+                ]
+                found.solved = self._crew.exchange(problem.blocks, found.solved, most)
             found.proposals = [
                 Proposal(
                     slope,
@@ -383,6 +372,22 @@ class BlockHF(Optimizer):
             if not getattr(self.search, "uses_curvature", False) or problem.held_out_batch is not None:
                 problem.release()
         return found
+
+    def _solve(
+        self, systems: Sequence[System], matrix: BlockMatrix, counters: Sequence[Counted]
+    ) -> list[Solved]:
+        """All systems at once, or, where their times decide who solves which, one by one."""
+        together = self._crew is None or not self._crew.has_rows
+        found, times = [], []
+        for some in [systems] if together else [[system] for system in systems]:
+            start = time.perf_counter()
+            found += self.solver.solve(some, matrix)
+            times += [(time.perf_counter() - start) / len(some)] * len(some)
+        notes = list(getattr(matrix, "notes", ())) or [type(self.products).__name__] * len(systems)
+        return [
+            Solved(solution, counter.num_products, note, seconds)
+            for solution, counter, note, seconds in zip(found, counters, notes, times, strict=True)
+        ]
 
     def _accept(self, found: _Found, choice: Choice) -> Tensor:
         for group, block, solution in zip(found.groups, found.problem.blocks, found.solutions, strict=True):
@@ -410,26 +415,24 @@ class BlockHF(Optimizer):
         return found.loss
 
     def _adapt(self, found: _Found, choice: Choice, outcomes: Sequence[Outcome]) -> None:
-        self.sampling.update(self._spent(found, choice))
+        together = self._crew is not None and getattr(self.sampling, "needs_signal", False)
+        self.sampling.update(found.spent(choice, self._crew.add_up if self._crew and together else list))
         for group, outcome in zip(found.groups, outcomes, strict=True):
             group["damping"] = self.damping.update(float(group["damping"]), outcome)
 
     def _problem(self, objective: Objective, batch: Any, curvature: Any, *, searches: bool = True) -> Problem:
         for group in self.param_groups:
             _check_options(group["name"], group)
-        blocks = []
-        for group in self.param_groups:
-            if trainable := tuple(param for param in group["params"] if param.requires_grad):
-                blocks.append(Block(group["name"], trainable))
+        blocks = self._blocks()
         if not blocks:
             raise ValueError("Every parameter is frozen. Thaw some with requires_grad_(True).")
         self._meter.totals.clear()
         if batch is None:
-            if self._team is not None:
+            if self._crew is not None:
                 raise ValueError("On a mesh the samples are shared out: pass them to step() as the batch.")
             return self._make_problem(objective, None, blocks, curvature)
         sizes, given = self._sizes(blocks, batch, curvature)
-        rank = 0 if self._team is None else self._team.rank
+        rank = 0 if self._crew is None else self._crew.rank
 
         # Of each rank's samples, the last are held out, and the first are the gradient's and the curvature's.
         num_available, num_held_out = sum(sizes), 0
@@ -444,7 +447,15 @@ class BlockHF(Optimizer):
         curved = (
             given if curvature is not None else share_out(self._num_curvature_samples(num_samples), gradients)
         )
-        own = sizes[rank]
+        own, self._counts = sizes[rank], curved
+        shared: dict[str, Any] = {}
+        if self._crew is not None:
+            shared = {
+                "share": Share.of(gradients, rank),
+                "curvature_share": Share.of(curved, rank),
+                "held_out_share": Share.of(held_out, rank),
+                "total": self._crew.team.sum,
+            }
         # One sample, with no weight, stands in where there is none.
         return self._make_problem(
             objective,
@@ -452,18 +463,15 @@ class BlockHF(Optimizer):
             blocks,
             max(curved[rank], 1) if curvature is None else curvature,
             held_out_batch=take(batch, own - max(held_out[rank], 1), own) if num_held_out > 0 else None,
-            **(
-                {}
-                if self._team is None
-                else {
-                    "share": _share(gradients, rank),
-                    "curvature_share": _share(curved, rank),
-                    "held_out_share": _share(held_out, rank),
-                    "total": self._team.sum,
-                    "counts": curved,
-                }
-            ),
+            **shared,
         )
+
+    def _blocks(self) -> list[Block]:
+        blocks = []
+        for group in self.param_groups:
+            if trainable := tuple(param for param in group["params"] if param.requires_grad):
+                blocks.append(Block(group["name"], trainable))
+        return blocks
 
     def _make_problem(
         self, objective: Objective, batch: Any, blocks: Sequence[Block], curvature: Any, **rest: Any
@@ -509,155 +517,42 @@ class BlockHF(Optimizer):
 
     # On a mesh
 
-    def _join(self, team: Team) -> None:
-        """Make sure that all ranks do the same, from the same parameters."""
-        self._agree(team, {"the version of torch": torch.__version__, **self._description()})
-        if team.num_blocks > 1 and isinstance(self.solver, GaussSeidel):
+    def _join(self, crew: Crew) -> Crew:
+        if crew.has_rows and isinstance(self.solver, GaussSeidel):
             raise ValueError(
                 "GaussSeidel solves one block after the other. Use a mesh with block=1, or Cholesky()."
             )
         params = [param for group in self.param_groups for param in group["params"]]
-        team.broadcast([param.data for param in params], "parameters")
-        sizes = {
-            group["name"]: sum(param.numel() for param in group["params"] if param.requires_grad)
-            for group in self.param_groups
-        }
-        self._ownership.begin({name: size for name, size in sizes.items() if size})
+        crew.join(self._description(), self._blocks(), params)
+        return crew
 
     def _description(self) -> dict[str, Any]:
         """What must be the same on all ranks."""
-        blocks = {
-            f"the shapes of block {group['name']!r}": [tuple(param.shape) for param in group["params"]]
-            for group in self.param_groups
-        }
-        options = {
-            f"{name} of block {group['name']!r}": group.get(name)
-            for group in self.param_groups
-            for name in self.defaults
-        }
-        settings = {name: getattr(self, name) for name in _SETTINGS}
-        policies = {name: _described(policy) for name, policy in self._policies()}
-        return {
-            "the blocks": [group["name"] for group in self.param_groups],
-            **blocks,
-            **options,
-            **settings,
-            **policies,
-        }
-
-    @staticmethod
-    def _agree(team: Team, own: dict[str, Any]) -> None:
-        if lines := differences(team.objects(own, "settings")):
-            raise ValueError("The ranks do not do the same: " + "; ".join(lines) + ".")
+        found: dict[str, Any] = {"the blocks": [group["name"] for group in self.param_groups]}
+        for group in self.param_groups:
+            shapes = [tuple(param.shape) for param in group["params"]]
+            found[f"the shapes of block {group['name']!r}"] = shapes
+            found |= {f"{name} of block {group['name']!r}": group.get(name) for name in self.defaults}
+        found |= {name: getattr(self, name) for name in _SETTINGS}
+        found |= {name: _described(policy) for name, policy in self._policies()}
+        return found
 
     def _sizes(self, blocks: Sequence[Block], batch: Any, curvature: Any) -> tuple[list[int], list[int]]:
         """How many samples, and curvature samples of their own, all ranks have."""
         own = [batch_size(batch), 0 if curvature is None else batch_size(curvature)]
-        team = self._team
-        if team is None:
+        if self._crew is None:
             return [own[0]], [own[1]]
-        team.traffic.clear()
-        kinds = [(str(tensor.dtype), tuple(tensor.shape[1:])) for tensor in tensors_of(batch)]
-        description = {
-            **self._description(),
-            "the shape of a sample": kinds,
-            "curvature=": curvature is not None,
-        }
-        names = [group["name"] for group in self.param_groups]
-        seconds = [self._ownership.seconds.get(name, 0.0) for name in names]
-        found = team.numbers([*own, zlib.crc32(repr(description).encode()), *seconds], "numbers")
-        if len({numbers[2] for numbers in found}) > 1:
-            self._agree(team, description)
-        measured = {name: max(numbers[3 + place] for numbers in found) for place, name in enumerate(names)}
-        if self._ownership.is_due({block.name: block.size for block in blocks}, measured):
-            state = self.state_dict()
-            self._ownership.move()
-            self.load_state_dict(state)
-        return [int(numbers[0]) for numbers in found], [int(numbers[1]) for numbers in found]
+        description = {**self._description(), "that curvature is given": curvature is not None}
+        met = self._crew.meet(own, batch, description, blocks, self._move)
+        return [number for number, _ in met], [number for _, number in met]
+
+    def _move(self, change_owners: Callable[[], None]) -> None:
+        state = self.state_dict()
+        change_owners()
+        self.load_state_dict(state)
 
     def _owns(self, name: str) -> bool:
-        return self._team is None or self._ownership.owners.get(name) == self._team.block
-
-    def _own(self, problem: Problem) -> tuple[Problem, list[int]]:
-        """The curvature of the blocks that are solved here, on the samples they need, and which they are."""
-        team = self._team
-        if team is None:
-            return problem, list(range(len(problem.blocks)))
-        mine = [index for index, block in enumerate(problem.blocks) if self._owns(block.name)]
-        counts, columns = team.column(problem.counts), team.columns(problem.counts)
-        batch = problem.batch if isinstance(problem.curvature_batch, int) else problem.curvature_batch
-        # Where the column has none, one sample stands in, with no weight.
-        gathered = team.gather_samples(batch, counts) if any(counts) else take(batch, 0, 1)
-        share = _share(columns, team.data)
-        blocks = [problem.blocks[index] for index in mine]
-        return problem.restricted(blocks, gathered, share, team.sum_along_data), mine
-
-    def _solve(self, systems: Sequence[System], matrix: BlockMatrix) -> tuple[list[Solution], list[float]]:
-        """The solutions and, on a mesh of blocks, how long each took."""
-        if self._team is None or self._team.num_blocks == 1:
-            return self.solver.solve(systems, matrix), [0.0] * len(systems)
-        solutions, seconds = [], []
-        for system in systems:
-            start = time.perf_counter()
-            solutions += self.solver.solve([system], matrix)
-            seconds.append(time.perf_counter() - start)
-        return solutions, seconds
-
-    def _exchange(self, found: _Found) -> None:
-        """Tell the other ranks what was found here, and hear from them."""
-        team, blocks = self._team, found.problem.blocks
-        if team is None:
-            return
-        owners = [self._ownership.owners[block.name] for block in blocks]
-        gathered = team.gather_solutions(
-            {
-                index: (each.solution, [each.num_products, each.seconds])
-                for index, each in found.solved.items()
-            },
-            owners,
-            [block.params[0].new_empty(block.size) for block in blocks],
-            [
-                num_iterates(self.search.record, self._max_steps(group, block))
-                for group, block in zip(found.groups, blocks, strict=True)
-            ],
-            num_numbers=2,
-        )
-        own = found.solved
-        found.solved = {
-            index: _Solved(
-                solution,
-                int(num_products),
-                seconds,
-                own[index].note if index in own else f"solved by ranks {team.row(owners[index])}",
-            )
-            for index, (solution, (num_products, seconds)) in enumerate(gathered)
-        }
-        self._ownership.seconds = {
-            blocks[index].name: each.seconds for index, each in found.solved.items() if index in own
-        }
-
-    def _loads(self, found: _Found) -> Sequence[float]:
-        """How long each coordinate of the mesh took to solve its blocks."""
-        loads = [0.0] * self._ownership.num_owners
-        for block, each in zip(found.problem.blocks, found.solved.values(), strict=False):
-            loads[self._ownership.owners.get(block.name, 0)] += each.seconds
-        return loads if len(loads) > 1 else ()
-
-    def _spent(self, found: _Found, choice: Choice) -> Spent:
-        """What the step used, on all ranks together."""
-        problem = found.problem
-        totals = problem.meter.totals
-        own = [
-            float(totals.get("gradient", 0)),
-            float(problem.work.gradient_samples),
-            float(problem.meter.total - totals.get("checks", 0)),
-        ]
-        if self._team is not None and getattr(self.sampling, "needs_signal", False):
-            own = [sum(column) for column in zip(*self._team.numbers(own, "numbers"), strict=True)]
-        gradient, num_samples, everything = own
-        per_sample = gradient / max(num_samples, 1)
-        rest = (everything - problem.sum_over * per_sample) / per_sample if per_sample else 0.0
-        return Spent(problem.sum_over, choice.signal, rest)
+        return self._crew is None or self._crew.owns(name)
 
     def _report(
         self, found: _Found, choice: Choice, *, accepted: bool, ratio: float | None = None
@@ -676,14 +571,14 @@ class BlockHF(Optimizer):
             blocks=self._block_reports(found, choice) if found.solutions else (),
             work={
                 **dataclasses.asdict(found.problem.work),
-                **({} if self._team is None else self._team.traffic.summary()),
+                **({} if self._crew is None else self._crew.team.traffic.summary()),
                 "flops": found.problem.meter.total,
                 **{f"{kind}_flops": flops for kind, flops in found.problem.meter.totals.items()},
                 "gradient_batch": found.problem.sum_over,
                 "curvature_batch": found.problem.num_curvature_total,
             },
             phases=found.watch.phases,
-            loads=self._loads(found),
+            loads=self._crew.loads(found.problem.blocks, found.solved) if self._crew is not None else (),
         )
 
     def _block_reports(self, found: _Found, choice: Choice) -> list[BlockReport]:
@@ -747,9 +642,8 @@ class BlockHF(Optimizer):
         state["policies"] = {
             name: policy.state_dict() for name, policy in self._policies() if hasattr(policy, "state_dict")
         }
-        if self._team is not None and self._team.num_blocks > 1:
-            own = {name: state[name] for name in ("state", "policies")}
-            state.update(merged(self._team.objects_along_block(on_cpu(own), "state")))
+        if self._crew is not None:
+            state |= self._crew.gathered({name: state[name] for name in ("state", "policies")})
         return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -768,10 +662,10 @@ class BlockHF(Optimizer):
                 policy.load_state_dict(saved[name])
 
     def __getstate__(self) -> dict[str, Any]:
-        if self._team is not None:
+        if self._crew is not None:
             raise TypeError("An optimizer on a mesh cannot be copied. Copy its state_dict().")
         own = {name: getattr(self, name) for name in (*_POLICIES, *_SETTINGS, "report")}
-        return {**super().__getstate__(), **own, "_meter": Meter(), "_team": None, "_ownership": Ownership(1)}
+        return {**super().__getstate__(), **own, "_meter": Meter(), "_crew": None, "_counts": ()}
 
     def _policies(self) -> list[tuple[str, Any]]:
         return [(name, getattr(self, name)) for name in _POLICIES]
@@ -802,16 +696,6 @@ class BlockHF(Optimizer):
             )
 
 
-@dataclasses.dataclass(frozen=True)
-class _Solved:
-    """A block's solution, the products that it took, its seconds, and a word on how products are made."""
-
-    solution: Solution
-    num_products: int
-    seconds: float
-    note: str
-
-
 @dataclasses.dataclass
 class _Found:
     """What a step knows before it decides how far to go."""
@@ -820,7 +704,7 @@ class _Found:
     watch: Stopwatch
     loss: Tensor
     groups: list[dict[str, Any]]
-    solved: dict[int, _Solved] = dataclasses.field(default_factory=dict)
+    solved: dict[int, Solved] = dataclasses.field(default_factory=dict)
     proposals: list[Proposal] = dataclasses.field(default_factory=list)
     reason: str | None = None
     sound: bool = True
@@ -834,6 +718,15 @@ class _Found:
     def solutions(self) -> list[Solution]:
         return [solved.solution for solved in self.solved.values()]
 
+    def spent(self, choice: Choice, add_up: Callable[[Sequence[float]], Sequence[float]]) -> Spent:
+        """What the step used; ``add_up`` adds up numbers over all ranks."""
+        problem, totals = self.problem, self.problem.meter.totals
+        own = (totals.get("gradient", 0), problem.work.gradient_samples, totals.get("checks", 0))
+        gradient, num_samples, checks, everything = add_up([*own, problem.meter.total])
+        per_sample = gradient / max(num_samples, 1)
+        rest = (everything - checks - problem.sum_over * per_sample) / per_sample if per_sample else 0.0
+        return Spent(problem.sum_over, choice.signal, rest)
+
     def shares(self, choice: Choice) -> Sequence[float]:
         return choice.coefficients or [0.0] * len(self.groups)
 
@@ -846,10 +739,6 @@ def _described(policy: Any) -> str:
         if not name.startswith("_")
     }
     return f"{type(policy).__name__}({', '.join(f'{name}={value}' for name, value in settings.items())})"
-
-
-def _share(counts: Sequence[int], rank: int) -> Share:
-    return Share(counts[rank], sum(counts), sum(counts[:rank]))
 
 
 def _finite(tensor: Tensor) -> bool:

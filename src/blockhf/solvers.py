@@ -222,6 +222,16 @@ class System:
     record: float | None = None
 
 
+@dataclass(frozen=True)
+class Solved:
+    """A block's solution, the products that it took, a word on how these are made, and the seconds."""
+
+    solution: Solution
+    num_products: int
+    note: str
+    seconds: float = 0.0
+
+
 class BlockSolver(Protocol):
     """Solves the systems of all blocks; ``matrix`` also has the products between blocks."""
 

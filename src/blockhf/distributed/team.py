@@ -1,23 +1,9 @@
-"""Who solves which block, and what processes tell each other: thin collectives over a ``DeviceMesh``.
-
-A mesh has two dimensions. Ranks with the same ``block`` coordinate own the same blocks and share the samples
-of their curvature; ranks with different ones share nothing while they solve. In an update
-
-- all ranks tell each other how many samples they have (a few numbers),
-- the gradient is added up over all ranks,
-- the curvature's samples are gathered along ``block``, as the owner of a block needs all of its column's,
-- each product is added up along ``data``; with one rank there, nothing is sent while CG is at work,
-- the directions are gathered along ``block``.
-
-What all ranks decide by is the same on all of them to the last bit: it was gathered or reduced, and not
-computed twice.
-"""
+"""A process among the others of a mesh: thin collectives over a ``DeviceMesh``, and what they send."""
 
 from __future__ import annotations
 
 import contextlib
 import datetime
-import itertools
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -28,9 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from blockhf.blocks import Block
-from blockhf.objective import Total, rebuild, tensors_of
-from blockhf.operators import BlockMatrix, gram
+from blockhf.objective import rebuild, tensors_of
 from blockhf.solvers import Iterate, Solution, Status
 
 DIMENSIONS = ("block", "data")
@@ -78,146 +62,6 @@ def mesh(block: int | None = None, data: int | None = None, *, timeout: float = 
                 timeout=limit,
             )
     return init_device_mesh(kind, (block, data), mesh_dim_names=DIMENSIONS)
-
-
-# Placement: pure functions
-
-
-@dataclass(frozen=True)
-class Placement:
-    """Which coordinate owns each block, and what each coordinate has to do."""
-
-    owners: tuple[int, ...]
-    loads: tuple[float, ...]
-
-    @property
-    def time(self) -> float:
-        """When the last is done."""
-        return max(self.loads)
-
-
-def assign(costs: Sequence[float], num_owners: int) -> Placement:
-    """Share out blocks, the dearest first, each to whoever has least to do.
-
-    >>> assign([4.0, 3.0, 3.0, 1.0], 2)
-    Placement(owners=(0, 1, 1, 0), loads=(5.0, 6.0))
-    """
-    loads = [0.0] * num_owners
-    owners = [0] * len(costs)
-    for index in sorted(range(len(costs)), key=lambda index: (-costs[index], index)):
-        owner = min(range(num_owners), key=lambda owner: (loads[owner], owner))
-        owners[index] = owner
-        loads[owner] += costs[index]
-    return Placement(tuple(owners), tuple(loads))
-
-
-def estimated_costs(sizes: Sequence[int]) -> list[float]:
-    """What a product with each block costs, in the units of one pass through its parameters.
-
-    Blocks come in the network's order. A tangent begins at the block and goes through all that come after;
-    a cotangent comes back the same way. In the block itself there are also the change of its parameters and
-    the gradient by them.
-
-    >>> estimated_costs([10, 10])
-    [60.0, 40.0]
-    """
-    after = [sum(sizes[index + 1 :]) for index in range(len(sizes))]
-    return [4.0 * size + 2.0 * rest for size, rest in zip(sizes, after, strict=True)]
-
-
-def best_shape(costs: Sequence[float], num_ranks: int) -> tuple[int, int]:
-    """The mesh of so many ranks, ``(block, data)``, on which the dearest coordinate is done first.
-
-    Where one block is dearer than all others, it is shared by several ranks along ``data``, while the small
-    ones are grouped on one coordinate. Of two that are as good, the one that sends less, with more
-    coordinates of blocks.
-
-    >>> best_shape([1.0, 1.0], 4), best_shape([9.0, 1.0, 1.0], 2), best_shape([1.0, 1.0, 1.0], 3)
-    ((2, 2), (1, 2), (3, 1))
-    """
-    shapes = [(block, num_ranks // block) for block in range(1, num_ranks + 1) if num_ranks % block == 0]
-    return min(shapes, key=lambda shape: (assign(costs, shape[0]).time / shape[1], -shape[0]))
-
-
-class Ownership:
-    """Who owns which block now, and whether another placement would be better.
-
-    The first guess goes by ``estimated_costs``; from then on the measured times count. They are known to all
-    ranks, so all come to the same.
-
-    Args:
-        num_owners: How many coordinates there are.
-        gain: Blocks move where the slowest coordinate would be done earlier by this share.
-        every: But only so many steps after the last time, as they take their state along.
-        memory: The weight of the past in the averages of the measured times.
-    """
-
-    def __init__(self, num_owners: int, *, gain: float = 0.1, every: int = 5, memory: float = 0.5) -> None:
-        self.num_owners, self.gain, self.every, self.memory = num_owners, gain, every, memory
-        self.owners: dict[str, int] = {}
-        self.seconds: dict[str, float] = {}
-        """How long this rank's own blocks took in the last step."""
-        self._costs: dict[str, float] = {}
-        self._num_measured = 0
-        self._next: dict[str, int] = {}
-
-    def begin(self, sizes: Mapping[str, int]) -> None:
-        """Place blocks by their sizes."""
-        placement = assign(estimated_costs(list(sizes.values())), self.num_owners)
-        self.owners = dict(zip(sizes, placement.owners, strict=True))
-
-    def is_due(self, sizes: Mapping[str, int], measured: Mapping[str, float]) -> bool:
-        """Take in what was measured; whether the blocks should ``move``.
-
-        Args:
-            sizes: Of the blocks, in the network's order.
-            measured: Seconds of each in the last step, on the slowest of its owners; zero if unknown.
-        """
-        if all(measured.get(name, 0.0) > 0 for name in sizes):
-            self._num_measured += 1
-            if self._num_measured > 1:  # the first time includes what is done once
-                for name in sizes:
-                    known = self._costs.get(name, measured[name])
-                    self._costs[name] = self.memory * known + (1 - self.memory) * measured[name]
-        known = all(name in self._costs for name in sizes)
-        costs = [self._costs[name] for name in sizes] if known else estimated_costs(list(sizes.values()))
-        placement = assign(costs, self.num_owners)
-        self._next = dict(zip(sizes, placement.owners, strict=True))
-        if any(name not in self.owners for name in sizes):
-            return True
-        loads = [0.0] * self.num_owners
-        for name, cost in zip(sizes, costs, strict=True):
-            loads[self.owners[name]] += cost
-        ready = known and self._num_measured > self.every
-        return ready and placement.time < (1 - self.gain) * max(loads)
-
-    def move(self) -> None:
-        """Take the better placement."""
-        self.owners, self.seconds, self._num_measured = self._next, {}, 0
-
-
-def share_out(number: int, sizes: Sequence[int]) -> list[int]:
-    """Take a number of samples from shards in proportion to their sizes.
-
-    >>> share_out(10, [100, 100, 50])
-    [4, 4, 2]
-    >>> share_out(3, [1, 1, 1, 1])
-    [1, 1, 1, 0]
-    """
-    total = sum(sizes)
-    number = min(number, total)
-    exact = [number * size / total if total else 0.0 for size in sizes]
-    shares = [int(share) for share in exact]
-    by_rest = sorted(range(len(sizes)), key=lambda rank: (shares[rank] - exact[rank], rank))
-    for rank in itertools.islice(itertools.cycle(by_rest), 2 * len(sizes)):
-        if sum(shares) == number:
-            break
-        if shares[rank] < sizes[rank]:
-            shares[rank] += 1
-    return shares
-
-
-# Processes
 
 
 @dataclass
@@ -498,95 +342,3 @@ def _unpacked(buffer: Tensor, shapes: Sequence[tuple[torch.dtype, tuple[int, ...
         found.append(buffer[place : place + size].view(dtype).view(shape))
         place += _aligned(size)
     return found
-
-
-# Matrices
-
-
-@dataclass(frozen=True, eq=False)
-class Summed:
-    """A matrix whose samples several ranks have between them: each has its share of every product."""
-
-    matrix: BlockMatrix
-    total: Total
-    dense: Mapping[int, Tensor]
-
-    @classmethod
-    def over(cls, total: Total, matrix: BlockMatrix, blocks: Sequence[Block]) -> Summed:
-        """The sum over ranks; blocks are formed where all ranks have formed their shares."""
-        formed: Mapping[int, Tensor] = getattr(matrix, "dense", {})
-        like = blocks[0].params[0]
-        flags = [float(index in formed) for index in range(len(blocks))]
-        (counted,) = total([like.new_tensor([*flags, 1.0])])
-        *counts, num_ranks = counted.tolist()
-        everywhere = [index for index, count in enumerate(counts) if count == num_ranks]
-        sums = total([formed[index] for index in everywhere]) if everywhere else []
-        return cls(matrix, total, dict(zip(everywhere, sums, strict=True)))
-
-    @property
-    def notes(self) -> Sequence[str]:
-        notes: Sequence[str] = getattr(self.matrix, "notes", ())
-        return notes
-
-    def product(self, row: int, column: int, vector: Tensor) -> Tensor:
-        if row == column and row in self.dense:
-            return self.dense[row] @ vector
-        (product,) = self.total([self.matrix.product(row, column, vector)])
-        return product
-
-    def gram(self, columns: Sequence[int], vectors: Sequence[Tensor]) -> Tensor:
-        (product,) = self.total([gram(self.matrix, columns, vectors)])
-        return product
-
-
-# Agreement
-
-
-def differences(described: Sequence[Mapping[str, Any]]) -> list[str]:
-    """What ranks say otherwise than rank 0, in words; at most one line for each rank."""
-    lines = []
-    for rank, other in enumerate(described[1:], start=1):
-        for key in {**described[0], **other}:
-            first, second = described[0].get(key), other.get(key)
-            if first != second:
-                lines.append(f"{key} is {first!r} on rank 0 and {second!r} on rank {rank}")
-                break
-    return lines
-
-
-def merged(states: Sequence[Any]) -> Any:
-    """Nested mappings in one, with all their keys; of two values for a key, the first counts.
-
-    >>> merged([{"steps": 3, "factors": {"a": 1}}, {"steps": 3, "factors": {"b": 2}}])
-    {'steps': 3, 'factors': {'a': 1, 'b': 2}}
-    """
-    if not all(isinstance(state, dict) for state in states):
-        return states[0]
-    keys = dict.fromkeys(key for state in states for key in state)
-    return {key: merged([state[key] for state in states if key in state]) for key in keys}
-
-
-def without(state: Any, names: set[str]) -> Any:
-    """Nested mappings without what is kept under some blocks' names, or under ``name/…``.
-
-    >>> without({"steps": 3, "factors": {"encoder/0": 1, "decoder/0": 2}}, {"decoder"})
-    {'steps': 3, 'factors': {'encoder/0': 1}}
-    """
-    if not isinstance(state, dict):
-        return state
-    return {
-        key: without(value, names)
-        for key, value in state.items()
-        if not (isinstance(key, str) and (key in names or key.rpartition("/")[0] in names))
-    }
-
-
-def on_cpu(state: Any) -> Any:
-    """Nested mappings and lists with their tensors on the CPU, as they travel."""
-    if isinstance(state, Tensor):
-        return state.detach().cpu()
-    if isinstance(state, dict):
-        return {key: on_cpu(value) for key, value in state.items()}
-    if isinstance(state, list):
-        return [on_cpu(value) for value in state]
-    return state
