@@ -358,9 +358,21 @@ def _bench(fail: Callable[[Exception], NoReturn]) -> "typer.Typer":
         threads: Threads = None,
         seed: Seed = 0,
         json: Json = None,
+        everything: Annotated[
+            bool, typer.Option("--all", help="The largest curvature batch and the residual network too.")
+        ] = False,
     ) -> None:
         """An update of HF, block HF and Adam at the paper's settings."""
-        measure("step", networks, json, samples=samples, repetitions=repetitions, threads=threads, seed=seed)
+        measure(
+            "step",
+            networks,
+            json,
+            samples=samples,
+            repetitions=repetitions,
+            threads=threads,
+            seed=seed,
+            everything=everything,
+        )
 
     @bench.command()
     def memory(
