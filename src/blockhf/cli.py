@@ -252,6 +252,24 @@ def _experiments(app: "typer.Typer", fail: Callable[[Exception], NoReturn]) -> N
         except (OSError, ValueError) as error:
             fail(error)
 
+    @app.command()
+    def claims(
+        records: Annotated[Path, typer.Argument(help="Folder of the records.")] = Path("results/claims"),
+        page: Annotated[
+            Path | None,
+            typer.Option(help="Page whose generated parts and figures are made anew: docs/claims.md."),
+        ] = None,
+    ) -> None:
+        """Judge the paper's seven claims by the records of its experiments."""
+        from rich.console import Console
+
+        from blockhf.experiments import claims_page
+
+        try:
+            claims_page.run(records, page, Console())
+        except (OSError, ValueError) as error:
+            fail(error)
+
 
 def _seeds(text: str) -> list[int]:
     try:
