@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from matplotlib.figure import Figure
@@ -59,7 +60,8 @@ def panels(records: Records) -> dict[int, list[Column]]:
             for column in zip(*figures.panels(compared, "update"), strict=True):
                 kinds = column[0].title.split(" and ")
                 if "block HF" in kinds and other in kinds:
-                    found.setdefault(claim, []).append([(panel, looks) for panel in column])
+                    own = [replace(panel, title=f"{task}: {panel.title}") for panel in column]
+                    found.setdefault(claim, []).append([(panel, looks) for panel in own])
     return found
 
 
