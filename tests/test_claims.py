@@ -302,6 +302,14 @@ def test_unfinished_runs_were_not_measured(tmp_path: Path) -> None:
         Records.read(tmp_path / "autoencoder")
 
 
+@pytest.mark.parametrize("content", ["", "[]", "{}", '{"blocks": {"equal": {"one": 1}}}', '{"blocks": []}'])
+@pytest.mark.parametrize("name", ["step.json", "parallel.json"])
+def test_another_file_is_no_record(tmp_path: Path, name: str, content: str) -> None:
+    (tmp_path / name).write_text(content)
+    with pytest.raises(ValueError, match=rf"{name} is no"):
+        Records.read(tmp_path)
+
+
 # The command and the page
 
 

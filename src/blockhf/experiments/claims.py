@@ -127,6 +127,7 @@ class Records:
 
         Raises:
             FileNotFoundError: There are none.
+            ValueError: One is something else.
         """
         comparisons = {}
         for name in tasks.TASKS:
@@ -135,8 +136,14 @@ class Records:
                 ended = [entry for entry in compared.entries if entry.status != "unfinished"]
                 if ended:
                     comparisons[name] = replace(compared, entries=ended)
-        others = [folder / "step.json", folder / "parallel.json"]
-        step, parallel = (files.read_json(path) if path.exists() else None for path in others)
+        step = _read(folder / "step.json", lambda found: found["results"], "Make it with blockhf bench step.")
+        parallel = _read(
+            folder / "parallel.json",
+            lambda found: [
+                seconds["one"] / seconds["two"] * seconds["machine"] for seconds in found["blocks"].values()
+            ],
+            'Write {"blocks": {NAME: {"one": seconds, "two": seconds, "machine": ratio}}}.',
+        )
         if not comparisons and step is None and parallel is None:
             names = ", ".join(f"{name}/comparison.json" for name in tasks.TASKS)
             raise FileNotFoundError(
@@ -144,6 +151,18 @@ class Records:
                 "parallel.json; blockhf compare and blockhf bench step make them."
             )
         return cls(comparisons, step, parallel)
+
+
+def _read(path: Path, check: Callable[[Any], Any], remedy: str) -> Any:
+    """The content of a JSON file that has what ``check`` takes from it; ``None`` if there is no such file."""
+    if not path.exists():
+        return None
+    found = files.read_json(path)
+    try:
+        check(found)
+    except (ArithmeticError, AttributeError, LookupError, TypeError) as error:
+        raise ValueError(f"{path} is no such record ({error!r}). {remedy}") from error
+    return found
 
 
 # Curves
