@@ -248,6 +248,7 @@ def test_updates_are_measured(tmp_path: Path) -> None:
     assert list(rows) == [
         "HF, curvature 4",
         "block HF, curvature 4",
+        "HF, curvature 2",
         "block HF, curvature 2",
         "Adam, batch 20",
         "block HF, formed blocks",
@@ -255,6 +256,22 @@ def test_updates_are_measured(tmp_path: Path) -> None:
     ]
     assert all(row["seconds"] > 0 for row in rows.values())
     assert rows["block HF, double backward"]["note"].startswith("extrapolated")
+    adam, alone, block = (
+        rows[name] for name in ("Adam, batch 20", "HF, curvature 4", "block HF, curvature 4")
+    )
+    assert block["ratio"] == pytest.approx(block["seconds"] / adam["seconds"])
+    assert block["note"].startswith(f"{block['seconds'] / alone['seconds']:.2f} × HF, curvature 4")
+
+
+def test_all_of_the_papers_updates_are_measured(tmp_path: Path) -> None:
+    options = bench.Options(("autoencoder", "residual"), samples=5, repetitions=1, everything=True)
+    rows = _run("step", options, tmp_path / "b.json")["results"]
+    found = {name: [row["optimizer"] for row in rows if row["network"] == name] for name in options.networks}
+    for name, sizes, batch in (("autoencoder", (5, 2, 1), 10), ("residual", (5, 2, 1), 20)):
+        assert found[name] == [
+            *(f"{kind}, curvature {size}" for size in sizes for kind in ("HF", "block HF")),
+            f"Adam, batch {batch}",
+        ]
 
 
 def test_memory_is_measured(tmp_path: Path) -> None:
@@ -270,7 +287,7 @@ def test_errors_of_use_are_told(
     (tmp_path / "file").touch()
     for args, message in (
         (("products", "--networks", "mlp"), "There is no network 'mlp'"),
-        (("step", "--networks", "residual"), "This benchmark is for the networks autoencoder, lstm"),
+        (("step", "--networks", "transformer"), "This benchmark is for the networks autoencoder, lstm, res"),
         (("memory", "--repetitions", "0"), "repetitions is 0"),
         (("step", "--json", str(tmp_path / "file" / "x.json")), ""),
     ):

@@ -252,6 +252,24 @@ def _experiments(app: "typer.Typer", fail: Callable[[Exception], NoReturn]) -> N
         except (OSError, ValueError) as error:
             fail(error)
 
+    @app.command()
+    def claims(
+        records: Annotated[Path, typer.Argument(help="Folder of the records.")] = Path("results/claims"),
+        page: Annotated[
+            Path | None,
+            typer.Option(help="Page whose generated parts and figures are made anew: docs/claims.md."),
+        ] = None,
+    ) -> None:
+        """Judge the paper's seven claims by the records of its experiments."""
+        from rich.console import Console
+
+        from blockhf.experiments import claims_page
+
+        try:
+            claims_page.run(records, page, Console())
+        except (OSError, ValueError) as error:
+            fail(error)
+
 
 def _seeds(text: str) -> list[int]:
     try:
@@ -358,9 +376,21 @@ def _bench(fail: Callable[[Exception], NoReturn]) -> "typer.Typer":
         threads: Threads = None,
         seed: Seed = 0,
         json: Json = None,
+        everything: Annotated[
+            bool, typer.Option("--all", help="The largest curvature batch and the residual network too.")
+        ] = False,
     ) -> None:
         """An update of HF, block HF and Adam at the paper's settings."""
-        measure("step", networks, json, samples=samples, repetitions=repetitions, threads=threads, seed=seed)
+        measure(
+            "step",
+            networks,
+            json,
+            samples=samples,
+            repetitions=repetitions,
+            threads=threads,
+            seed=seed,
+            everything=everything,
+        )
 
     @bench.command()
     def memory(

@@ -56,6 +56,20 @@ SAMPLES = {
 TOLERANCE = 1e-3
 """By how much a product in float32 may differ from the double backward's, relative to its norm."""
 
+
+@dataclass(frozen=True)
+class _Step:
+    """What an update of the paper has: the gradient's batch, those of curvature, the damping."""
+
+    batch: int
+    curvature_batches: tuple[int, ...]
+    damping: float
+
+
+_STEPS = {
+    "autoencoder": _Step(6000, (3000, 1200, 600), 0.0),
+    "residual": _Step(2048, (512, 256, 128), 0.1),
+}
 _TURN = 0.03
 _LSTM_PATTERNS = {"bottom": r"^lstm\.layers\.0\.", "middle": r"^lstm\.layers\.1\.", "top": ""}
 _LIBRARIES = ("curvlinops-for-pytorch", "backpack-for-pytorch", "jax", "numpy")
@@ -72,7 +86,8 @@ class Options:
         repetitions: Turns of each candidate.
         threads: Threads of torch and of JAX; none is their own choice.
         compile: Measure compiled products too, which takes minutes.
-        everything: Trace long networks too, which takes minutes.
+        everything: Products: trace long networks too. Updates: the paper's largest curvature batch and the
+            residual network too. Either takes minutes.
         profile: Say where the time of a CG iteration goes.
         seed: Of weights, samples and vectors.
     """
@@ -460,34 +475,47 @@ class _Stepper:
         return self.optimizer.report
 
 
-def autoencoder_steps(options: Options) -> list[StepRow]:
-    """Updates of HF, block HF and Adam at the paper's settings, on the carried digits."""
-    curvature = min(options.samples or SAMPLES["autoencoder"], 1200)
-    pictures = digits().train_images[: 5 * curvature]
-    batch = (pictures, pictures)
+def steps(name: str, options: Options) -> list[StepRow]:
+    """Updates of HF, block HF and Adam at the paper's settings, in turns.
+
+    The autoencoder has the carried digits, the residual network random pictures: there are none to carry,
+    and the updates cost the same.
+    """
+    paper = _STEPS[name]
+    sizes = paper.curvature_batches if options.everything else paper.curvature_batches[1:]
+    shrink = (options.samples or sizes[0]) / sizes[0]
+    batch = _step_batch(name, max(1, round(paper.batch * shrink)), options.seed)
+    pairs: dict[str, str] = {}
     runs: dict[str, Callable[[], Any]] = {}
-    half = max(1, curvature // 2)
-    names = {
-        "hf": f"HF, curvature {curvature}",
-        "block": f"block HF, curvature {curvature}",
-        "half": f"block HF, curvature {half}",
-        "adam": f"Adam, batch {len(pictures)}",
-    }
-    for key, size in (("hf", curvature), ("block", curvature), ("half", half)):
-        case = network("autoencoder", 1, options.seed)
-        groups = blocks.single(case.model) if key == "hf" else case.groups
-        runs[names[key]] = _Stepper(case, groups, batch, curvature_batch_size=size)
-    runs[names["adam"]] = _adam(network("autoencoder", 1, options.seed), batch)
-    runs[names["adam"]]()
+    for size in (max(1, int(size * shrink)) for size in sizes):
+        for kind in ("HF", "block HF"):
+            case = network(name, 1, options.seed)
+            groups = blocks.single(case.model) if kind == "HF" else case.groups
+            stepper = _Stepper(case, groups, batch, curvature_batch_size=size, damping=paper.damping)
+            runs[f"{kind}, curvature {size}"] = stepper
+        pairs[f"block HF, curvature {size}"] = f"HF, curvature {size}"
+    adam = f"Adam, batch {len(batch[0])}"
+    runs[adam] = _adam(network(name, 1, options.seed), batch)
+    runs[adam]()
     seconds = best(runs, options.repetitions)
-    seconds |= {name: run.seconds for name, run in runs.items() if isinstance(run, _Stepper)}
+    seconds |= {key: run.seconds for key, run in runs.items() if isinstance(run, _Stepper)}
     rows = []
-    for name, run in runs.items():
-        unit = names["hf"] if name == names["block"] else names["adam"]
-        ratio = seconds[name] / seconds[unit]
-        counts = (run.num_products, run.phases, run.note) if isinstance(run, _Stepper) else (None, {}, "")
-        rows.append(StepRow("autoencoder", name, seconds[name], ratio, unit, *counts))
+    for key, run in runs.items():
+        ratio = seconds[key] / seconds[adam]
+        if not isinstance(run, _Stepper):
+            rows.append(StepRow(name, key, seconds[key], ratio, adam))
+            continue
+        beside = f"{seconds[key] / seconds[pairs[key]]:.2f} × {pairs[key]}" if key in pairs else ""
+        note = "; ".join(filter(None, [beside, run.note]))
+        rows.append(StepRow(name, key, seconds[key], ratio, adam, run.num_products, run.phases, note))
     return rows
+
+
+def _step_batch(name: str, size: int, seed: int) -> tuple[Tensor, Tensor]:
+    if name == "autoencoder":
+        pictures = digits().train_images[:size]
+        return pictures, pictures
+    return network(name, size, seed).batch
 
 
 def _adam(case: Network, batch: tuple[Tensor, Tensor]) -> Callable[[], None]:
@@ -671,10 +699,14 @@ def run(what: str, options: Options, out: Path | None, console: Console) -> bool
     Returns:
         Whether it came to its end.
     """
-    among = {"products": list(SAMPLES), "step": ["autoencoder", "lstm"]}.get(
-        what, ["autoencoder", "residual", "residual-channels-last"]
-    )
+    among = {
+        "products": list(SAMPLES),
+        "step": ["autoencoder", "lstm", "residual"],
+        "memory": ["autoencoder", "residual", "residual-channels-last"],
+    }[what]
     chosen = options.chosen(among)
+    if what == "step" and not options.networks and not options.everything:
+        chosen.remove("residual")  # its updates take minutes
     if options.threads is not None:
         torch.set_num_threads(options.threads)
         os.environ["NPROC"] = str(options.threads)  # JAX reads it when it is imported
@@ -692,7 +724,7 @@ def run(what: str, options: Options, out: Path | None, console: Console) -> bool
                 rows: Sequence[Any] = products(network(name, samples, options.seed), options)
                 console.print(_products_table(name, samples, rows))
             elif what == "step":
-                rows = autoencoder_steps(options) if name == "autoencoder" else lstm_steps(options)
+                rows = steps(name, options) if name in _STEPS else lstm_steps(options)
                 console.print(_step_table(name, rows))
             else:
                 rows = memory(network(name, samples, options.seed), options)

@@ -290,9 +290,10 @@ def _show(compared: Sequence[Comparison], console: Console) -> None:
 
 def table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
     table = Table(box=box.SIMPLE_HEAD, collapse_padding=True)
-    table.add_column(heads[0])
+    # On a narrow terminal cells are broken and not cut.
+    table.add_column(heads[0], overflow="fold")
     for head in heads[1:]:
-        table.add_column(head, justify="right")
+        table.add_column(head, justify="right", overflow="fold")
     for row in rows:
         table.add_row(*row)
     return table

@@ -180,12 +180,19 @@ def _title(specs: Sequence[Spec]) -> str:
 
 def draw(compared: Comparison, axis: str) -> Figure:
     """All panels of a comparison along one axis."""
-    rows = panels(compared, axis)
-    figure = Figure(figsize=(5.2 * len(rows[0]), 7.6), dpi=120, layout="constrained")
+    own = looks(compared)
+    rows = [[(panel, own) for panel in row] for row in panels(compared, axis)]
+    return grid(rows, f"{compared.settings['title']} ({compared.preset})")
+
+
+def grid(rows: Sequence[Sequence[tuple[Panel, dict[str, tuple[str, Dashes]]]]], title: str = "") -> Figure:
+    """Panels in rows, each with the looks of its comparison."""
+    figure = Figure(figsize=(5.2 * len(rows[0]), 3.8 * len(rows)), dpi=120, layout="constrained")
     for row, places in zip(rows, figure.subplots(len(rows), len(rows[0]), squeeze=False), strict=True):
-        for panel, axes in zip(row, places, strict=True):
-            _draw(panel, axes, looks(compared))
-    figure.suptitle(f"{compared.settings['title']} ({compared.preset})", fontsize=11)
+        for (panel, own), axes in zip(row, places, strict=True):
+            _draw(panel, axes, own)
+    if title:
+        figure.suptitle(title, fontsize=11)
     return figure
 
 
