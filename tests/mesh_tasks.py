@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -172,3 +174,139 @@ def in_one_process(shape: tuple[int, int], name: str, uneven: bool) -> dict[str,
         optimizer.micro_batch_size = NUM_CURVED // num_data  # parts that draw as the columns do
     arranged = tuple(tensor[front + middle + tail] for tensor in batch)
     return act(optimizer, model, objective_for(optimizer.reduction), arranged)
+
+
+class Flips:
+    """In place of ``Ownership``: all blocks change hands at every step."""
+
+    def __init__(self, optimizer: BlockHF) -> None:
+        assert optimizer._crew is not None
+        self.seconds: dict[str, float] = {}
+        self.owners = dict(optimizer._crew.ownership.owners)
+
+    def is_due(self, sizes: Any, measured: Any) -> bool:
+        return True
+
+    def move(self) -> None:
+        self.owners = {name: 1 - owner for name, owner in self.owners.items()}
+
+
+def on_the_move() -> dict[str, Any]:
+    """Two ranks that change places at every step."""
+    mesh = blockhf.mesh(2, 1)
+    rank = dist.get_rank()
+    found = {}
+    for name in ("default", "paper", "nystrom", "signed"):
+        model, objective_for, batch = make()
+        optimizer = METHODS[name](blocks.by_layer(model), mesh=mesh)
+        assert optimizer._crew is not None
+        optimizer._crew.ownership = Flips(optimizer)  # type: ignore[assignment]
+        half = NUM_SAMPLES // 2
+        own = tuple(tensor[rank * half : (rank + 1) * half] for tensor in batch)
+        found[name] = act(optimizer, model, objective_for("mean"), own)
+    return found
+
+
+def states(folder: str) -> dict[str, Any]:
+    """Steps, a saved state, further steps; and what is kept here and what is gathered."""
+    import torch.distributed.checkpoint as dcp
+
+    mesh = blockhf.mesh(2, 1)
+    rank = dist.get_rank()
+    model, objective_for, batch = make()
+    half = NUM_SAMPLES // 2
+    own = tuple(tensor[rank * half : (rank + 1) * half] for tensor in batch)
+    optimizer = default(blocks.by_layer(model), mesh=mesh, warm_start=0.5)
+    for _ in range(3):
+        optimizer.step(objective_for("mean"), own)
+    kept = [
+        group["name"]
+        for group in optimizer.param_groups
+        if all("direction" in optimizer.state[param] for param in group["params"])
+    ]
+    factored = sorted({key.split("/")[0] for key in optimizer.preconditioner.state_dict()["factors"]})
+    state = optimizer.state_dict()
+    saved = {"model": {k: v.clone() for k, v in model.state_dict().items()}, "optimizer": state}
+    dcp.save(saved, checkpoint_id=folder)
+    for _ in range(2):
+        optimizer.step(objective_for("mean"), own)
+    return {
+        "kept": kept,
+        "factored": factored,
+        "saved": saved,
+        "parameters": flat(list(model.parameters())),
+    }
+
+
+def differences() -> dict[str, str]:
+    """What is said where ranks do not do the same; all ranks must say it."""
+    mesh = blockhf.mesh(2, 1)
+    rank = dist.get_rank()
+    found = {}
+
+    def attempt(what: str, action: Callable[[], Any]) -> None:
+        try:
+            action()
+        except ValueError as error:
+            found[what] = str(error)
+
+    def groups(**options: Any) -> Any:
+        return [{**group, **options} for group in blocks.by_layer(make()[0])]
+
+    attempt("damping", lambda: paper(groups(), damping=0.1 + rank, mesh=mesh))
+    attempt(
+        "solver",
+        lambda: BlockHF(groups(), mesh=mesh, **({"solver": blockhf.ConjugateGradient()} if rank else {})),
+    )
+    attempt("blocks", lambda: paper(groups()[: 3 - rank], mesh=mesh))
+    attempt("shape", lambda: paper(blocks.by_layer(nn.Linear(3 + rank, 2)), mesh=mesh))
+    attempt("gauss-seidel", lambda: BlockHF(groups(), solver=blockhf.GaussSeidel(), mesh=mesh))
+
+    model, objective_for, batch = make()
+    optimizer = paper(blocks.by_layer(model), mesh=mesh)
+    attempt("no batch", lambda: optimizer.step(lambda: objective_for("mean")(batch)))
+    wide = (batch[0].float() if rank else batch[0], batch[1])
+    attempt("samples", lambda: optimizer.step(objective_for("mean"), wide))
+    optimizer.param_groups[rank]["lr"] = 0.05
+    attempt("an edit", lambda: optimizer.step(objective_for("mean"), batch))
+    return found
+
+
+def noisy() -> dict[str, Any]:
+    """The default, whose numbers of samples go by what the steps cost."""
+    mesh = blockhf.mesh(2, 1)
+    rank = dist.get_rank()
+    model, objective_for, (inputs, targets) = make()
+    batch = (inputs.repeat(100, 1)[rank::2], targets.repeat(100)[rank::2])
+    optimizer = BlockHF(blocks.by_layer(model), mesh=mesh)
+    sizes = []
+    for _ in range(4):
+        optimizer.step(objective_for("mean"), batch)
+        assert optimizer.report is not None
+        sizes.append(optimizer.report.work["gradient_batch"])
+    return {"sizes": sizes, "parameters": flat(list(model.parameters())), "report": str(optimizer.report)}
+
+
+def killed(where: str, shape: tuple[int, int]) -> None:
+    """Rank 1 is killed in its second step."""
+    mesh = blockhf.mesh(*shape)
+    rank = dist.get_rank()
+    model, objective_for, batch = make()
+    optimizer = paper(blocks.by_layer(model), mesh=mesh, products=DoubleBackward())
+    assert optimizer._crew is not None
+    optimizer.step(objective_for("mean"), batch)
+
+    def die(*_: Any, **__: Any) -> Any:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    if rank == 1:
+        if where == "gradient":
+            optimizer.step(die, batch)
+        elif where == "cg":
+            optimizer.solver = type("Deadly", (), {"solve": die})()
+            optimizer._description = dict  # type: ignore[method-assign]
+        else:
+            optimizer._crew.team.gather_solutions = die  # type: ignore[method-assign]
+    if where == "cg":
+        optimizer._description = dict  # type: ignore[method-assign]
+    optimizer.step(objective_for("mean"), batch)

@@ -150,14 +150,23 @@ def _experiments(app: "typer.Typer", fail: Callable[[Exception], NoReturn]) -> N
         data: Data = None,
         threads: Threads = 0,
         tensorboard: Tensorboard = False,
+        ranks: Annotated[int, typer.Option(min=1, help="Processes of this machine to train with.")] = 1,
+        mesh: Annotated[
+            str | None,
+            typer.Option(help="How they share the work: BLOCKxDATA.", show_default="best for the blocks"),
+        ] = None,
+        restarts: Annotated[int, typer.Option(min=0, help="How often to start again if one fails.")] = 0,
     ) -> None:
         """Train a task by one optimizer: block-hf, hf, blockhf, or any of torch.optim."""
         from rich.console import Console
 
         from blockhf.experiments import commands
+        from blockhf.experiments import ranks as processes
         from blockhf.experiments.runs import Config
 
-        config = Config(task, preset, optimizer, seed, budget, stop, threads)
+        if ranks > 1 and not processes.is_one_of_many():
+            raise typer.Exit(processes.launch(ranks, restarts, sys.argv[1:]))
+        config = Config(task, preset, optimizer, seed, budget, stop, threads, mesh)
         attempt(
             lambda: commands.train(config, out, Console(), resume=resume, data=data, tensorboard=tensorboard)
         )

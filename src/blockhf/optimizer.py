@@ -648,7 +648,9 @@ class BlockHF(Optimizer):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state, after which the next step is the one that the saved optimizer would have made."""
-        super().load_state_dict(state_dict)
+        # Torch's distributed checkpoints turn the parameters' numbers into words.
+        by_number = {int(key): value for key, value in state_dict["state"].items()}
+        super().load_state_dict({**state_dict, "state": by_number})
         saved = dict(state_dict.get("policies", {}))
         foreign = [group for group in self.param_groups if not self._owns(group["name"])]
         for group in foreign:

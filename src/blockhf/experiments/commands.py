@@ -24,7 +24,7 @@ from rich.progress import (
 )
 from rich.table import Table
 
-from blockhf.experiments import comparison, costs, fetch, figures, files, page, runs, tasks
+from blockhf.experiments import comparison, costs, fetch, figures, files, page, ranks, runs, tasks
 from blockhf.experiments.comparison import Comparison
 from blockhf.experiments.optimizers import Spec
 from blockhf.experiments.runs import Config, Record, Run
@@ -45,10 +45,26 @@ def train(
         Whether it came to its end.
     """
     folder = run_folder(config) if out is None else out
+    resume = resume or ranks.has_restarted()
     config = _as_before(config, folder, resume=resume).complete()
+    together = _join(config)
+    console.quiet = console.quiet or not together.leads
     samples = tasks.get(config.task, config.preset).load(data)
     with Interrupts() as interrupts, _progress(console) as progress:
-        finished = _run(config, folder, samples, progress, interrupts, resume=resume, tensorboard=tensorboard)
+        finished = _run(
+            config,
+            folder,
+            samples,
+            progress,
+            interrupts,
+            resume=resume,
+            tensorboard=tensorboard,
+            together=together,
+        )
+    if together.number > 1:
+        ranks.leave()
+    if not together.leads:
+        return finished
     if not finished:
         console.print(f"Saved. Go on with --resume: {folder}", soft_wrap=True)
         return False
@@ -188,6 +204,15 @@ class Interrupts:
             signal.signal(number, handler)
 
 
+def _join(config: Config) -> ranks.Ranks:
+    """Meet the other processes, if there are any."""
+    task, spec = tasks.get(config.task, config.preset), Spec.parse(config.optimizer)
+    partition = spec.partition(task)
+    with torch.random.fork_rng():
+        groups = None if partition is None else partition(task.make_model())
+    return ranks.join(config.mesh, groups)
+
+
 def _as_before(config: Config, folder: Path, *, resume: bool) -> Config:
     """A resumed run has the threads that it had, as they change the last bits."""
     if resume and not config.threads and (folder / "config.json").exists():
@@ -215,9 +240,13 @@ def _run(
     *,
     resume: bool,
     tensorboard: bool,
+    together: ranks.Ranks = ranks.ALONE,
 ) -> bool:
     label = f"{Spec.parse(config.optimizer).label}, seed {config.seed}"
-    with Run(config, folder, samples, resume=resume) as run, _logger(run, tensorboard) as log:
+    with (
+        Run(config, folder, samples, resume=resume, ranks=together) as run,
+        _logger(run, tensorboard and together.leads) as log,
+    ):
         bar = progress.add_task(label, total=1.0, status="")
         progress.update(bar, completed=min(run.spent, 1.0))
 

@@ -30,7 +30,9 @@ from torch.optim import Optimizer
 
 import blockhf
 from blockhf import AllSamples, BlockHF, ByCoefficient, Identity, Precondition, Subspace, blocks
+from blockhf.blocks import Group
 from blockhf.experiments.costs import Unit
+from blockhf.experiments.ranks import ALONE, Ranks
 from blockhf.experiments.tasks import Batch, Task
 from blockhf.report import StepReport
 
@@ -148,21 +150,29 @@ class Spec:
         """Samples of an update."""
         return int(self.options.get("batch", task.large_batch))
 
-    def start(self, task: Task, model: nn.Module, unit: Unit) -> Method:
-        """Set it up for a model."""
+    def partition(self, task: Task) -> Callable[[nn.Module], list[Group]] | None:
+        """From a model to the blocks; first-order optimizers have none."""
+        if not self.is_second_order:
+            return None
+        if "blocks" in self.options:
+            return _BLOCKS[self.options["blocks"]]
+        return blocks.single if self.name == "hf" else task.make_blocks
+
+    def start(self, task: Task, model: nn.Module, unit: Unit, ranks: Ranks = ALONE) -> Method:
+        """Set it up for a model, in this process and in the others that share the work."""
         rest = {key: value for key, value in self.options.items() if key not in _OURS_SECOND}
         try:
             if self.is_second_order:
-                return Method(self, task, model, unit, self._second_order(task, model, rest))
+                second = self._second_order(task, model, {**rest, "mesh": ranks.mesh})
+                return Method(self, task, model, unit, second, ranks)
             kind = FIRST_ORDER[self.name]
-            return Method(self, task, model, unit, kind(list(model.parameters()), **rest))
+            return Method(self, task, model, unit, kind(list(model.parameters()), **rest), ranks)
         except (TypeError, ValueError) as error:
             raise ValueError(f"{self} does not work on {task.name}: {error}") from error
 
     def _second_order(self, task: Task, model: nn.Module, rest: dict[str, Any]) -> BlockHF:
-        partition = blocks.single if self.name == "hf" else task.make_blocks
-        if "blocks" in self.options:
-            partition = _BLOCKS[self.options["blocks"]]
+        partition = self.partition(task)
+        assert partition is not None
         rest = {key: _policy(value) for key, value in rest.items()}
         common: dict[str, Any] = {"measure_memory": False}
         if "curvature" in self.options:
@@ -176,7 +186,7 @@ class Spec:
     def _known(self) -> list[str]:
         kind = BlockHF if self.is_second_order else FIRST_ORDER[self.name]
         ours = _OURS_SECOND if self.is_second_order else _OURS
-        hidden = (*ours, "params", "curvature_batch_size")
+        hidden = (*ours, "params", "curvature_batch_size", "mesh")
         return [*ours, *(key for key in inspect.signature(kind).parameters if key not in hidden)]
 
 
@@ -192,8 +202,17 @@ class Step:
 class Method:
     """An optimizer at work on a model."""
 
-    def __init__(self, spec: Spec, task: Task, model: nn.Module, unit: Unit, optimizer: Optimizer) -> None:
+    def __init__(
+        self,
+        spec: Spec,
+        task: Task,
+        model: nn.Module,
+        unit: Unit,
+        optimizer: Optimizer,
+        ranks: Ranks = ALONE,
+    ) -> None:
         self.optimizer = optimizer
+        self._params, self._ranks = list(model.parameters()), ranks
         self._unit = unit
         self._objective = task.objective(model)
         self._decays = "schedule" in spec.options
@@ -218,7 +237,7 @@ class Method:
             self.optimizer.zero_grad()
             _, loss = self._objective(batch)
             loss.backward()  # type: ignore[no-untyped-call]
-            return loss.detach()
+            return self._ranks.average(self._params, loss.detach(), len(batch[0]))
 
         # LBFGS asks for several gradients in a step; the others for one.
         loss = self.optimizer.step(closure)  # type: ignore[arg-type, assignment]

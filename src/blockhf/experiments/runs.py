@@ -37,6 +37,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 import blockhf
 from blockhf.experiments import costs, files, tasks
 from blockhf.experiments.optimizers import Spec
+from blockhf.experiments.ranks import ALONE, Ranks
 from blockhf.experiments.tasks import Samples, Task
 from blockhf.report import StepReport
 
@@ -100,6 +101,7 @@ class Config:
             than its best for five evaluations and half as many updates again; ``"targets"`` where the
             last of the task's targets is reached.
         threads: Threads of torch. They change the last bits, so a resumed run has the same.
+        mesh: That of the processes that share the work, ``BLOCKxDATA``, if there are several.
     """
 
     task: str
@@ -109,6 +111,7 @@ class Config:
     budget: str = ""
     stop: str = ""
     threads: int = 0
+    mesh: str | None = None
 
     def complete(self) -> Config:
         """With the task's own budget and stop, and torch's own threads, where none are named.
@@ -160,15 +163,23 @@ class Run:
         folder: Where to record it; made if it is not there.
         data: Training and test samples, from the task's ``load``.
         resume: Whether to go on with what is in the folder. Without it, a folder with a run is an error.
+        ranks: The processes that make the run together. They must see the same folder; the first writes.
 
     Raises:
         ValueError: The folder holds another run, or none that can be gone on with; or the config is bad.
     """
 
     def __init__(
-        self, config: Config, folder: Path, data: tuple[Samples, Samples], *, resume: bool = False
+        self,
+        config: Config,
+        folder: Path,
+        data: tuple[Samples, Samples],
+        *,
+        resume: bool = False,
+        ranks: Ranks = ALONE,
     ) -> None:
-        self.config = config = config.complete()
+        self.ranks = ranks
+        self.config = config = replace(config.complete(), mesh=ranks.shape)
         self.folder = folder
         self.task: Task = tasks.get(config.task, config.preset)
         self.spec = Spec.parse(config.optimizer)
@@ -181,10 +192,12 @@ class Run:
         self._best = _Best()
         self._order: tuple[int, Tensor] | None = None
         folder.mkdir(parents=True, exist_ok=True)
-        self._records = (folder / "records.jsonl").open("ab")
+        self._records = (folder / "records.jsonl" if ranks.leads else Path(os.devnull)).open("ab")
         try:
-            self._lock()
-            self._begin(resume)
+            if ranks.leads:
+                self._lock()
+                self._claim(resume)
+            self._begin()
         except BaseException:
             self._records.close()
             raise
@@ -204,9 +217,9 @@ class Run:
             except OSError:
                 raise ValueError(f"Another process is at work on {self.folder}. Wait for it.") from None
 
-    def _begin(self, resume: bool) -> None:
+    def _claim(self, resume: bool) -> None:
         wanted = {"format": _FORMAT, **asdict(self.config), "settings": self.task.settings()}
-        config, found = self.folder / "config.json", None
+        config = self.folder / "config.json"
         if config.exists():
             if not resume:
                 raise ValueError(f"{self.folder} already holds a run. Go on with --resume, or name another.")
@@ -214,6 +227,9 @@ class Run:
             _same_run(self.folder, found, wanted, decays="schedule" in self.spec.options)
         for leftover in self.folder.glob(".*.pt.*"):  # of a process that was killed while it wrote
             leftover.unlink(missing_ok=True)
+        self._wanted = wanted
+
+    def _begin(self) -> None:
         torch.set_num_threads(self.config.threads)
         torch.manual_seed(self.config.seed)
         self.model: nn.Module = self.task.make_model()
@@ -221,20 +237,24 @@ class Run:
         if self.task.averaging is not None:
             self.averaged = AveragedModel(self.model, multi_avg_fn=_average(self.task))
         self.unit = costs.unit(self.task, self.model, self.train)
-        self.method = self.spec.start(self.task, self.model, self.unit)
-        files.write(config, files.to_json(wanted, indent=2))
+        self.method = self.spec.start(self.task, self.model, self.unit, self.ranks)
+        if self.ranks.leads:
+            files.write(self.folder / "config.json", files.to_json(self._wanted, indent=2))
         checkpoint = self.folder / "checkpoint.pt"
-        if checkpoint.exists():
+        if self.ranks.first(checkpoint.exists()):
             self._load(checkpoint)
         else:
             self._cut(0)
         if self.status == "finished" and self.spent < 1 - 1e-9:
             self.status = None  # the budget has grown
-            (self.folder / "result.json").unlink(missing_ok=True)
+            if self.ranks.leads:
+                (self.folder / "result.json").unlink(missing_ok=True)
         if self.status is not None:
-            self._write_result(read_records(self.folder)[-1])
+            if self.ranks.leads:
+                self._write_result(read_records(self.folder)[-1])
             return
-        self._note_environment()
+        if self.ranks.leads:
+            self._note_environment()
         if self.progress.update == 0:
             self._write({**self._place(), **self._evaluate()})
 
@@ -253,7 +273,7 @@ class Run:
                 f"{path} cannot be gone on from ({what}). Delete the folder to start anew."
             ) from error
         records = self.folder / "records.jsonl"
-        if records.stat().st_size < length:
+        if self.ranks.leads and records.stat().st_size < length:
             raise ValueError(
                 f"{records} is shorter than when {path.name} was saved. Delete the folder to start anew."
             )
@@ -262,6 +282,8 @@ class Run:
 
     def _cut(self, length: int) -> None:
         """Drop the records beyond ``length``; the file's position must follow."""
+        if not self.ranks.leads:
+            return
         self._records.truncate(length)
         self._records.seek(0, os.SEEK_END)
 
@@ -289,14 +311,15 @@ class Run:
 
     def advance(self) -> Record:
         """Make an update and record it; ``status`` is set if it was the last."""
-        batch = self._batch()
+        batch = self.ranks.share(self._batch())
         before = self._clock()
         step = self.method.update(batch, self.spent)
-        seconds = self._clock() - before
+        spent = self.ranks.numbers([step.ge, self._clock() - before])
+        ge, seconds = sum(own for own, _ in spent), max(own for _, own in spent)
         if self.averaged is not None:
             self.averaged.update_parameters(self.model)
         self.progress = Progress(
-            self.progress.update + 1, self.progress.ge + step.ge, self.progress.seconds + seconds
+            self.progress.update + 1, self.progress.ge + ge, self.progress.seconds + seconds
         )
         record = {**self._place(), "loss": step.loss}
         if step.report is not None:
@@ -311,18 +334,22 @@ class Run:
         self._write(record)
         if self.status is not None:
             self.save()
-            self._write_result(record)
+            if self.ranks.leads:
+                self._write_result(record)
         return record
 
     def save(self) -> None:
         """Replace the checkpoint by one of this moment."""
+        optimizer = self.method.optimizer.state_dict()  # for which the other processes are needed
+        if not self.ranks.leads:
+            return
         self._records.flush()
         os.fsync(self._records.fileno())
         content = io.BytesIO()
         torch.save(
             {
                 "model": self.model.state_dict(),
-                "optimizer": self.method.optimizer.state_dict(),
+                "optimizer": optimizer,
                 "averaged": None if self.averaged is None else self.averaged.state_dict(),
                 "rng": torch.get_rng_state(),
                 "progress": asdict(self.progress),
@@ -342,6 +369,9 @@ class Run:
         return self.train.take(self._order[1][start : start + self.batch_size])
 
     def _evaluate(self) -> Record:
+        return self.ranks.first(self._evaluated() if self.ranks.leads else {})
+
+    def _evaluated(self) -> Record:
         tested = self.model if self.averaged is None else self.averaged
         front = slice(0, self.task.num_evaluated)
         parts = {
@@ -412,13 +442,15 @@ def train(
     """
     last = time.monotonic()
     while run.status is None:
-        if interrupted():
+        is_due = time.monotonic() - last >= checkpoint_seconds
+        asked = run.ranks.numbers([interrupted(), is_due])
+        if any(stop for stop, _ in asked):
             run.save()
             return None
-        watch(run.advance())
-        if run.status is None and time.monotonic() - last >= checkpoint_seconds:
+        if asked[0][1]:
             run.save()
             last = time.monotonic()
+        watch(run.advance())
     return run.status
 
 
