@@ -124,7 +124,8 @@ class Team:
 
     def row(self, block: int) -> str:
         """The ranks of a coordinate of blocks, in words."""
-        return ", ".join(str(rank) for rank, (row, _) in sorted(self._places.items()) if row == block)
+        ranks = [str(rank) for rank, (row, _) in sorted(self._places.items()) if row == block]
+        return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(ranks)}"
 
     # Numbers
 
