@@ -64,6 +64,9 @@ METHODS: dict[str, Callable[..., BlockHF]] = {
         groups, preconditioner=Diagonal(Hutchinson(3)), **options
     ),
     "nystrom": lambda groups, **options: default(groups, preconditioner=Nystrom(4), **options),
+    "micro-batches": lambda groups, **options: default(
+        groups, **{"preconditioner": Identity(), "micro_batch_size": 5, **options}
+    ),
     "fisher": lambda groups, **options: paper(groups, curvature=EmpiricalFisher(), **options),
     "sum": lambda groups, **options: default(groups, reduction="sum", preconditioner=Identity(), **options),
     "few": lambda groups, **options: paper(groups, **{**options, "curvature_batch_size": 1}),
@@ -170,7 +173,7 @@ def in_one_process(shape: tuple[int, int], name: str, uneven: bool) -> dict[str,
         for index in range(start + sizes[rank] - held_out[rank], start + sizes[rank])
     ]
     middle = [index for index in range(NUM_SAMPLES) if index not in {*front, *tail}]
-    if num_data > 1 and not uneven and name != "few":
+    if num_data > 1 and not uneven and name not in ("few", "micro-batches"):
         optimizer.micro_batch_size = NUM_CURVED // num_data  # parts that draw as the columns do
     arranged = tuple(tensor[front + middle + tail] for tensor in batch)
     return act(optimizer, model, objective_for(optimizer.reduction), arranged)

@@ -129,6 +129,8 @@ def launch(number: int, restarts: int, arguments: Sequence[str]) -> int:
     ]
     environment: dict[str, Any] = {**os.environ}
     environment.setdefault("OMP_NUM_THREADS", str(max((os.cpu_count() or 1) // number, 1)))
+    # Otherwise processes that are started again find the addresses of those that failed, and wait for them.
+    environment.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
     process = subprocess.Popen(command, env=environment)
     try:
         return process.wait()
