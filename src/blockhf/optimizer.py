@@ -76,7 +76,7 @@ class BlockHF(Optimizer):
         slow_start: ``(num_updates, max_cg_steps)``: fewer CG iterations in the first updates.
 
         curvature_batch_size: How many samples of the gradient's, from their front, curvature is taken from; a
-            share of them, though no fewer than 600; or ``None`` for all.
+            share of them, as the nearest multiple of 600; or ``None`` for all.
         micro_batch_size: How many samples are in memory at a time; the result is the same.
         reduction: Whether the objective's loss is the mean or the sum over its samples.
         curvature: Which matrix: ``GaussNewton()``, ``Hessian()``, ``EmpiricalFisher()``, …
@@ -119,7 +119,7 @@ class BlockHF(Optimizer):
         cg_progress: float = 0.0,
         warm_start: float = 0.0,
         slow_start: tuple[int, int] | None = None,
-        curvature_batch_size: int | float | None = 0.05,
+        curvature_batch_size: int | float | None = 0.03,
         micro_batch_size: int | None = None,
         reduction: Reduction = "mean",
         curvature: Curvature | None = None,
@@ -416,7 +416,8 @@ class BlockHF(Optimizer):
     def _num_curvature_samples(self, num_samples: int) -> int:
         size = self.curvature_batch_size
         if isinstance(size, float):
-            size = max(round(size * num_samples), _FEWEST_SAMPLES)
+            # In whole steps, as products are traced, and the trace checked, anew for each new size.
+            size = max(round(size * num_samples / _FEWEST_SAMPLES), 1) * _FEWEST_SAMPLES
         return min(num_samples if size is None else size, num_samples)
 
     def _linearize(self, problem: Problem, num_products: Sequence[int]) -> BlockMatrix:
