@@ -188,6 +188,30 @@ def test_the_signal_is_the_slope_on_the_held_out_samples_over_that_on_the_seen_o
     assert choice.before == pytest.approx(float(dense_loss(searched.task, searched.unseen)))
 
 
+@pytest.mark.parametrize("num_bad", [0, 1])
+def test_the_lengths_are_what_curvature_on_the_held_out_samples_leaves_of_each_block_s_direction(
+    num_bad: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The slope is that on the samples seen: noise in the gradient shortens the step, not the lengths."""
+    searched, search = Searched(), Subspace()
+    proposals = searched.proposals()
+    curved = dense_gauss_newton(searched.task, searched.unseen)
+    loss_at, tries = Problem.loss_at, []
+
+    def watched(problem: Problem, update: Sequence[Tensor]) -> Tensor:
+        tries.append(update)
+        return loss_at(problem, update) + (100 if len(tries) <= num_bad else -100)
+
+    monkeypatch.setattr(Problem, "loss_at", watched)
+    choice = searched.choose(search, proposals)
+    expected = [
+        -(0.5**num_bad) * proposal.slope / float(d @ curved[own, own] @ d + 1e-3 * d @ d)
+        for own, proposal in zip(searched.slices, proposals, strict=True)
+        for d in [proposal.direction]
+    ]
+    assert choice.lengths == pytest.approx(expected, rel=1e-8)
+
+
 def test_lr_multiplies_the_result_of_each_block() -> None:
     searched = Searched()
     whole = searched.choose(Subspace(), searched.proposals()).update
@@ -301,7 +325,7 @@ def test_more_is_held_out_for_a_gradient_of_many_samples() -> None:
     ("options", "message"),
     [
         ({"held_out": 1.0}, "held_out is 1.0, but must be at least 0 and below 1."),
-        ({"damping": 1e-6}, "damping is 1e-06, but must be at least the floor, 1e-05, and that positive."),
+        ({"damping": 1e-7}, "damping is 1e-07, but must be at least the floor, 1e-06, and that positive."),
         ({"floor": 0.0}, "damping is 0.001, but must be at least the floor, 0.0, and that positive."),
         ({"max_tries": 0}, "max_tries is 0, but must be at least 1."),
     ],
