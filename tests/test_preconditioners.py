@@ -434,7 +434,7 @@ def test_with_the_hessian_the_loss_alone_will_do(preconditioner: Any) -> None:
     [
         (lambda: Kronecker(decay=1.0), "decay is 1.0, but must be at least 0 and below 1."),
         (lambda: Kronecker(every=0), "every and max_size are 0 and 8192, but must be at least 1."),
-        (lambda: Kronecker(max_size=0), "every and max_size are 5 and 0, but must be at least 1."),
+        (lambda: Kronecker(max_size=0), "every and max_size are 1 and 0, but must be at least 1."),
         (lambda: Diagonal(exponent=0.0), "exponent is 0.0, but must be above 0 and at most 1."),
         (lambda: Diagonal(decay=-0.1), "decay is -0.1, but must be at least 0 and below 1."),
         (lambda: Nystrom(0), "rank and every are 0 and 10, but must be at least 1."),

@@ -123,3 +123,18 @@ def test_directions_come_from_the_whole_batch_and_leave_the_damping_alone() -> N
 def test_the_first_gradient_takes_a_share_of_what_is_not_held_out(num_samples: int, expected: int) -> None:
     task = Task(num_samples=num_samples)
     assert gradient_batches(BlockHF(blocks.by_layer(task.model)), task)[0] == expected
+
+
+@pytest.mark.parametrize(
+    ("num_samples", "expected"),
+    [
+        pytest.param(300, 300, id="all there are"),
+        pytest.param(12_000, 600, id="the fewest"),
+        pytest.param(29_000, 600, id="not yet twice as many"),
+        pytest.param(31_000, 1200, id="twice as many"),
+        pytest.param(58_000, 1800, id="the nearest multiple"),
+    ],
+)
+def test_a_share_of_curvature_samples_is_taken_in_whole_steps(num_samples: int, expected: int) -> None:
+    optimizer = BlockHF(blocks.by_layer(Task().model))
+    assert optimizer._num_curvature_samples(num_samples) == expected

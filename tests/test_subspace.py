@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import re
 from collections.abc import Callable, Sequence
@@ -145,10 +146,10 @@ class Searched:
         """The combination, its coefficients and the change that it promises."""
         G, g = dense_gauss_newton(self.task, self.samples), dense_gradient(self.task, self.samples)
         columns = []
-        for vectors in ([proposal.direction for proposal in proposals], last):
-            for own, vector in zip(self.slices, vectors, strict=False):
-                columns.append(torch.zeros_like(g))
-                columns[-1][own] = vector
+        vectors = [*(proposal.direction for proposal in proposals), *last]
+        for own, vector in zip(itertools.cycle(self.slices), vectors, strict=False):
+            columns.append(torch.zeros_like(g))
+            columns[-1][own] = vector
         D = torch.stack(columns, 1)
         A = D.T @ G @ D + damping * D.T @ D
         A = A + 1e-6 * torch.diag(A.diagonal())  # the ridge
@@ -188,6 +189,30 @@ def test_the_signal_is_the_slope_on_the_held_out_samples_over_that_on_the_seen_o
     assert choice.before == pytest.approx(float(dense_loss(searched.task, searched.unseen)))
 
 
+@pytest.mark.parametrize("num_bad", [0, 1])
+def test_the_lengths_are_what_curvature_on_the_held_out_samples_leaves_of_each_block_s_direction(
+    num_bad: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The slope is that on the samples seen: noise in the gradient shortens the step, not the lengths."""
+    searched, search = Searched(), Subspace()
+    proposals = searched.proposals()
+    curved = dense_gauss_newton(searched.task, searched.unseen)
+    loss_at, tries = Problem.loss_at, []
+
+    def watched(problem: Problem, update: Sequence[Tensor]) -> Tensor:
+        tries.append(update)
+        return loss_at(problem, update) + (100 if len(tries) <= num_bad else -100)
+
+    monkeypatch.setattr(Problem, "loss_at", watched)
+    choice = searched.choose(search, proposals)
+    expected = [
+        -(0.5**num_bad) * proposal.slope / float(d @ curved[own, own] @ d + 1e-3 * d @ d)
+        for own, proposal in zip(searched.slices, proposals, strict=True)
+        for d in [proposal.direction]
+    ]
+    assert choice.lengths == pytest.approx(expected, rel=1e-8)
+
+
 def test_lr_multiplies_the_result_of_each_block() -> None:
     searched = Searched()
     whole = searched.choose(Subspace(), searched.proposals()).update
@@ -207,6 +232,22 @@ def test_without_momentum_the_last_update_is_no_direction() -> None:
         choice = searched.choose(search, proposals)
         assert choice.update is not None
         torch.testing.assert_close(torch.cat(list(choice.update)), update, rtol=1e-9, atol=1e-12)
+
+
+def test_from_the_third_step_on_the_trend_of_the_updates_is_a_direction() -> None:
+    searched, search = Searched(), Subspace()
+    last: list[Tensor] = []
+    trend: list[Tensor] = []
+    for seed in range(4):
+        proposals = searched.proposals(seed=seed)
+        past = [*last, *trend] if seed >= 2 else last
+        update, _, _ = searched.dense(proposals, past, search.damping)
+        choice = searched.choose(search, proposals)
+        assert choice.update is not None
+        scale = float(choice.reason.split()[-1]) if "shrunk" in choice.reason else 1.0
+        torch.testing.assert_close(torch.cat(list(choice.update)), scale * update, rtol=1e-7, atol=1e-10)
+        last = list(choice.update)
+        trend = [own + 0.8 * old for own, old in zip(last, trend, strict=True)] if trend else last
 
 
 @pytest.mark.parametrize("num_bad", [0, 1, 3, 4])
@@ -279,7 +320,8 @@ def test_directions_of_zero_are_left_out() -> None:
 
 def test_a_saved_search_goes_on_to_the_last_bit() -> None:
     searched, one, other = Searched(), Subspace(), Subspace()
-    searched.choose(one, searched.proposals())
+    for seed in (2, 3):  # so that there is a trend
+        searched.choose(one, searched.proposals(seed=seed))
     other.load_state_dict(one.state_dict())
     choices = [searched.choose(each, searched.proposals(seed=1)) for each in (one, other)]
     assert equal(choices[0].update, choices[1].update)
@@ -301,7 +343,7 @@ def test_more_is_held_out_for_a_gradient_of_many_samples() -> None:
     ("options", "message"),
     [
         ({"held_out": 1.0}, "held_out is 1.0, but must be at least 0 and below 1."),
-        ({"damping": 1e-6}, "damping is 1e-06, but must be at least the floor, 1e-05, and that positive."),
+        ({"damping": 1e-7}, "damping is 1e-07, but must be at least the floor, 1e-06, and that positive."),
         ({"floor": 0.0}, "damping is 0.001, but must be at least the floor, 0.0, and that positive."),
         ({"max_tries": 0}, "max_tries is 0, but must be at least 1."),
     ],

@@ -17,8 +17,8 @@ class Outcome:
     Attributes:
         accepted: Whether the parameters moved.
         ratio: Actual over predicted reduction of the loss; ``None`` where the loss was not evaluated.
-        coefficient: The share of the block's direction that was taken; ``None`` where another optimizer
-            takes the step.
+        coefficient: The share of the block's direction that was taken, or that curvature alone would leave of
+            it where the search tells the two apart; ``None`` where another optimizer takes the step.
     """
 
     accepted: bool
@@ -89,20 +89,22 @@ class LevenbergMarquardt:
 class ByCoefficient:
     """Less damping where the search takes much of a block's direction, more where it takes little.
 
-    For searches that choose a coefficient for each block, like ``Subspace``.
+    For searches that choose a length for each block, like ``Subspace``. The bounds are far below 1, because
+    more damping mends little lengths at a price: the directions of little curvature, in which most is left to
+    gain late in a run, are the first to go.
 
     >>> rule = ByCoefficient()
     >>> rule.update(1.0, Outcome(accepted=True, coefficient=0.8))
     0.5
-    >>> rule.update(1.0, Outcome(accepted=True, coefficient=0.05))
+    >>> rule.update(1.0, Outcome(accepted=True, coefficient=0.02))
     2.0
     """
 
     initial: float = 3e-3
     factor: float = 0.5
-    good: float = 0.4
-    bad: float = 0.1
-    floor: float = 1e-5
+    good: float = 0.2
+    bad: float = 0.05
+    floor: float = 1e-8
     ceiling: float = 1e8
     needs_ratio: bool = True
 

@@ -89,7 +89,7 @@ class BlockHF(Optimizer):
         slow_start: ``(num_updates, max_cg_steps)``: fewer CG iterations in the first updates.
 
         curvature_batch_size: How many samples of the gradient's, from their front, curvature is taken from; a
-            share of them, though no fewer than 600; or ``None`` for all.
+            share of them, as the nearest multiple of 600; or ``None`` for all.
         micro_batch_size: How many samples are in memory at a time; the result is the same.
         reduction: Whether the objective's loss is the mean or the sum over its samples.
         curvature: Which matrix: ``GaussNewton()``, ``Hessian()``, ``EmpiricalFisher()``, …
@@ -135,7 +135,7 @@ class BlockHF(Optimizer):
         cg_progress: float = 0.0,
         warm_start: float = 0.0,
         slow_start: tuple[int, int] | None = None,
-        curvature_batch_size: int | float | None = 0.05,
+        curvature_batch_size: int | float | None = 0.03,
         micro_batch_size: int | None = None,
         reduction: Reduction = "mean",
         curvature: Curvature | None = None,
@@ -491,7 +491,8 @@ class BlockHF(Optimizer):
     def _num_curvature_samples(self, num_samples: int) -> int:
         size = self.curvature_batch_size
         if isinstance(size, float):
-            size = max(round(size * num_samples), _FEWEST_SAMPLES)
+            # In whole steps, as products are traced, and the trace checked, anew for each new size.
+            size = max(round(size * num_samples / _FEWEST_SAMPLES), 1) * _FEWEST_SAMPLES
         return min(num_samples if size is None else size, num_samples)
 
     def _linearize(self, problem: Problem, num_products: Sequence[int]) -> BlockMatrix:
@@ -558,6 +559,7 @@ class BlockHF(Optimizer):
         self, found: _Found, choice: Choice, *, accepted: bool, ratio: float | None = None
     ) -> StepReport:
         done = max(self._updates(param) for block in found.problem.blocks for param in block.params)
+        meter = found.problem.meter
         return StepReport(
             step=done if accepted else done + 1,
             accepted=accepted,
@@ -572,8 +574,8 @@ class BlockHF(Optimizer):
             work={
                 **dataclasses.asdict(found.problem.work),
                 **({} if self._crew is None else self._crew.team.traffic.summary()),
-                "flops": found.problem.meter.total,
-                **{f"{kind}_flops": flops for kind, flops in found.problem.meter.totals.items()},
+                "flops": meter.total - meter.totals.get("checks", 0),
+                **{f"{kind}_flops": flops for kind, flops in meter.totals.items()},
                 "gradient_batch": found.problem.sum_over,
                 "curvature_batch": found.problem.num_curvature_total,
             },

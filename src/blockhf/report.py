@@ -70,7 +70,8 @@ class StepReport:
         signal: The slope along the directions on samples that the gradient has not seen, over that on its
             own: 1 without noise.
         blocks: One record per block.
-        work: Passes and samples that the step asked of the objective.
+        work: Passes and samples that the step asked of the objective, and floating point operations, of which
+            those of checks that a process makes once are not in the total.
         phases: Time and peak memory of each phase.
         loads: On a mesh of blocks, the seconds that each coordinate took to solve its own.
     """

@@ -74,9 +74,9 @@ class Choice:
         signal: The slope along the directions on samples that the gradient has not seen, over that on its
             own.
         coefficients: For each block the share of its direction in the update.
-        lengths: For each block the share of its direction that would be best if the others stood still,
-            shortened as the update was; ``None`` for a block without a direction. Where none are given, the
-            coefficients stand for them.
+        lengths: For each block the share of its direction that would be best if the others stood still and
+            the gradient were exact, shortened as the update was: what curvature alone leaves of it. ``None``
+            for a block without a direction. Where none are given, the coefficients stand for them.
     """
 
     update: Sequence[Tensor] | None
@@ -213,13 +213,15 @@ class BestIterate:
 
 
 _FEWEST_HELD_OUT = 32
+_TREND = 0.8
 
 
 class Subspace:
     r"""The best combination of the blocks' directions and their last updates, on samples not seen before.
 
-    With ``D`` the directions :math:`d_b` and the last update of each block, and with gradient ``g`` and
-    matrix ``G`` of *held-out* samples, the coefficients solve
+    With ``D`` the directions :math:`d_b`, the last update of each block and its trend, which is the sum of
+    all updates with weights :math:`1, 0.8, 0.8^2, \ldots` back in time, and with gradient ``g`` and matrix
+    ``G`` of *held-out* samples, the coefficients solve
 
     .. math:: (D^\top G D + \lambda D^\top D)\, c = -D^\top g.
 
@@ -236,7 +238,7 @@ class Subspace:
         max_held_out: The most samples to hold out while the gradient has few.
         per_sample: The most for each sample of the gradient where that makes more: with few held-out samples
             the noise is theirs.
-        momentum: Whether the last update is among the directions.
+        momentum: Whether the last update and the trend are among the directions.
         damping: Where :math:`\lambda` starts.
         floor: The least :math:`\lambda`.
         max_tries: After so many the step is rejected.
@@ -254,7 +256,7 @@ class Subspace:
         per_sample: float = 1 / 32,
         momentum: bool = True,
         damping: float = 1e-3,
-        floor: float = 1e-5,
+        floor: float = 1e-6,
         max_tries: int = 4,
     ) -> None:
         if not 0 <= held_out < 1:
@@ -273,6 +275,7 @@ class Subspace:
         self.per_sample = per_sample
         self.damping, self.floor, self.max_tries = damping, floor, max_tries
         self._last: dict[str, Tensor] = {}
+        self._trend: dict[str, Tensor] = {}
 
     def num_held_out(self, num_available: int, num_wanted: int) -> int:
         most = max(self.max_held_out, int(self.per_sample * num_wanted))
@@ -320,10 +323,8 @@ class Subspace:
             if math.isfinite(after) and after < before:
                 ratio = (after - before) / change if change < 0 else 0.0
                 self._adapt(ratio if trial == 0 else 0.0)
-                self._last = {
-                    block.name: own.clone() for block, own in zip(problem.blocks, update, strict=True)
-                }
-                best = _firsts(len(proposals), columns, -scale * slopes / damped.diagonal())
+                self._remember(problem, update)
+                curvatures = _firsts(len(proposals), columns, damped.diagonal())
                 return Choice(
                     update,
                     "best combination" if trial == 0 else f"best combination, shrunk to {scale:.3g}",
@@ -331,28 +332,46 @@ class Subspace:
                     loss=after,
                     coefficients=_firsts(len(proposals), columns, taken),
                     lengths=[
-                        length if proposal.norm > 0 else None
-                        for length, proposal in zip(best, proposals, strict=True)
+                        -scale * proposal.slope / curvature if proposal.norm > 0 and curvature else None
+                        for proposal, curvature in zip(proposals, curvatures, strict=True)
                     ],
                 )
             scale *= 0.5
         return self._rejected(f"no step down to {2 * scale:.2g} of the best combination lowers the loss")
 
     def state_dict(self) -> dict[str, Any]:
-        return {"damping": self.damping, "last": {name: own.clone() for name, own in self._last.items()}}
+        return {
+            "damping": self.damping,
+            "last": {name: own.clone() for name, own in self._last.items()},
+            "trend": {name: own.clone() for name, own in self._trend.items()},
+        }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.damping = float(state["damping"])
         self._last = {name: own.clone() for name, own in state["last"].items()}
+        self._trend = {name: own.clone() for name, own in state.get("trend", {}).items()}
 
     def _directions(self, problem: Problem, proposals: Sequence[Proposal]) -> tuple[list[int], list[Tensor]]:
-        """Each block's direction and then each block's last update, as far as there are any."""
+        """Each block's direction, then each one's last update, then each one's trend, if there are any."""
         found = [(index, proposal.direction) for index, proposal in enumerate(proposals) if proposal.norm > 0]
-        for index, block in enumerate(problem.blocks):
-            last = self._last.get(block.name)
-            if self.momentum and last is not None and len(last) == block.size and bool(last.any()):
-                found.append((index, last.to(proposals[index].direction)))
+        for past in (self._last, self._trend) if self.momentum else ():
+            for index, block in enumerate(problem.blocks):
+                own = past.get(block.name)
+                if own is None or len(own) != block.size or not bool(own.any()):
+                    continue
+                if past is self._trend and torch.equal(own, self._last[block.name]):
+                    continue  # there was but one update
+                found.append((index, own.to(proposals[index].direction)))
         return [index for index, _ in found], [vector for _, vector in found]
+
+    def _remember(self, problem: Problem, update: Sequence[Tensor]) -> None:
+        self._last = {block.name: own.clone() for block, own in zip(problem.blocks, update, strict=True)}
+        trend = {name: own.clone() for name, own in self._last.items()}
+        for name, own in trend.items():
+            past = self._trend.get(name)
+            if past is not None and past.shape == own.shape:
+                own.add_(past.to(own), alpha=_TREND)
+        self._trend = trend
 
     @staticmethod
     def _lengths(columns: Sequence[int], vectors: Sequence[Tensor]) -> Tensor:

@@ -36,11 +36,8 @@ class Unit:
         return num_samples / self.samples
 
     def of_report(self, report: StepReport) -> float:
-        """The cost of a step of ``BlockHF``.
-
-        Without the checks that are made once in a process, so that a resumed run costs the same.
-        """
-        return (report.work["flops"] - report.work.get("checks_flops", 0)) / self.flops
+        """The cost of a step of ``BlockHF``."""
+        return report.work["flops"] / self.flops
 
 
 def unit(task: Task, model: nn.Module, samples: Samples) -> Unit:

@@ -36,12 +36,13 @@ class Kronecker:
 
     Args:
         decay: The most weight that the past gets.
-        every: The factors are inverted in the first ``every`` steps and then at each ``every``-th.
+        every: The factors are inverted in the first ``every`` steps and then at each ``every``-th. Inverting
+            costs about as much as one use of the inverse where a matrix is square, and is worth it.
         max_size: The largest factor; of a larger one only the diagonal is kept.
         seed: Of the random cotangents, which leave torch's own random numbers alone.
     """
 
-    def __init__(self, *, decay: float = 0.95, every: int = 5, max_size: int = 8192, seed: int = 0) -> None:
+    def __init__(self, *, decay: float = 0.95, every: int = 1, max_size: int = 8192, seed: int = 0) -> None:
         if not 0 <= decay < 1:
             raise ValueError(f"decay is {decay}, but must be at least 0 and below 1.")
         if every < 1 or max_size < 1:
