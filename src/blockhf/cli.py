@@ -509,4 +509,24 @@ def _bench(fail: Callable[[Exception], NoReturn]) -> "typer.Typer":
             "memory", networks, json, samples=samples, repetitions=repetitions, threads=threads, seed=seed
         )
 
+    @bench.command()
+    def mesh(
+        ranks: Annotated[int, typer.Option(help="Processes of one thread: 2, or 4 to measure both.")] = 2,
+        curvature: Annotated[int, typer.Option(help="Samples of the curvature.")] = 1200,
+        cg_steps: Annotated[int, typer.Option(help="CG iterations.")] = 30,
+        repetitions: Repetitions = 5,
+        seed: Seed = 0,
+        json: Json = None,
+        small: Annotated[bool, typer.Option("--small", help="A small network, to try it out.")] = False,
+    ) -> None:
+        """Updates on one rank and on several, beside what the machine allows and what plan predicts."""
+        from rich.console import Console
+
+        from blockhf.experiments.benchmesh import Settings, run
+
+        try:
+            run(Settings(ranks, curvature, cg_steps, repetitions, seed, small), json, Console())
+        except (OSError, ValueError) as error:
+            fail(error)
+
     return bench

@@ -264,7 +264,7 @@ def predict(model: Model, update: Update, machine: Machine, mesh: Mesh) -> Predi
         + VECTOR_PASSES * NUMBER * part.parameters / machine.memory / share
         for part in model.blocks
     ]
-    summed = [_all_reduce("products", NUMBER * part.parameters, mesh.data) for part in model.blocks]
+    summed = [all_reduce("products", NUMBER * part.parameters, mesh.data) for part in model.blocks]
     each = [seconds + message.seconds(machine) for seconds, message in zip(computed, summed, strict=True)]
     placement = assign(each, mesh.block)
     slowest = placement.loads.index(placement.time)
@@ -310,7 +310,7 @@ def data_parallel_adam(model: Model, update: Update, machine: Machine, ranks: in
     """An update of Adam on the same gradient batch, whose samples the ranks share."""
     samples = math.ceil(update.gradient_batch / ranks)
     share = machine.efficiency if ranks > 1 else 1.0
-    message = _all_reduce("sums", NUMBER * model.parameters, ranks)
+    message = all_reduce("sums", NUMBER * model.parameters, ranks)
     return Prediction(
         optimizer="Adam",
         mesh=Mesh(1, ranks),
@@ -346,20 +346,20 @@ def _messages(
     if mesh.ranks == 1:
         return ()
     messages = [
-        _all_gather("numbers", 8 * (_HEADER + len(model.blocks)), mesh.ranks),
-        _all_reduce("sums", NUMBER * (model.parameters + 1), mesh.ranks),  # the loss goes with the gradient
+        all_gather("numbers", 8 * (_HEADER + len(model.blocks)), mesh.ranks),
+        all_reduce("sums", NUMBER * (model.parameters + 1), mesh.ranks),  # the loss goes with the gradient
     ]
     if mesh.block > 1:
         samples = math.ceil(update.curvature_batch / mesh.ranks)
-        messages.append(_all_gather("samples", samples * model.sample_bytes, mesh.block))
+        messages.append(all_gather("samples", samples * model.sample_bytes, mesh.block))
     if mesh.data > 1:
         own = [model.blocks[index] for index in rows[slowest]]
-        flags = _all_reduce("products", NUMBER * (len(own) + 1), mesh.data)  # which blocks are formed
+        flags = all_reduce("products", NUMBER * (len(own) + 1), mesh.data)  # which blocks are formed
         messages.append(
             _together(
                 [flags]
                 + update.num_products
-                * [_all_reduce("products", NUMBER * part.parameters, mesh.data) for part in own]
+                * [all_reduce("products", NUMBER * part.parameters, mesh.data) for part in own]
             )
         )
     if mesh.block > 1:
@@ -368,16 +368,16 @@ def _messages(
             sum(8 * _SOLUTION_HEAD + _aligned(NUMBER * model.blocks[index].parameters) for index in row)
             for row in rows
         )
-        messages.append(_all_gather("directions", largest, mesh.block))
+        messages.append(all_gather("directions", largest, mesh.block))
     return tuple(messages)
 
 
-def _all_reduce(purpose: str, size: int, ranks: int) -> Message:
+def all_reduce(purpose: str, size: int, ranks: int) -> Message:
     """Halving and doubling (Rabenseifner; Thakur et al., 2005): as few bytes as a ring, in fewer rounds."""
     return Message(purpose, 1, size, 2 * (ranks - 1) / ranks * size, 2 * _log2(ranks))
 
 
-def _all_gather(purpose: str, size: int, ranks: int) -> Message:
+def all_gather(purpose: str, size: int, ranks: int) -> Message:
     """Recursive doubling; ``size`` is each rank's own."""
     return Message(purpose, 1, size, float((ranks - 1) * size), _log2(ranks))
 
@@ -423,7 +423,7 @@ def transformer(parameters: float, layers: int, tokens: int, num_blocks: int | N
     num_blocks = layers if num_blocks is None else num_blocks
     if parameters < layers or layers < 1 or tokens < 1:
         raise ValueError(
-            f"There is no transformer of {parameters:g} parameters, {layers} layers and {tokens} tokens. Give "
+            f"No transformer has {parameters:g} parameters, {layers} layers and {tokens} tokens. Give "
             "at least 1 of each, and a parameter for each layer."
         )
     if not 1 <= num_blocks <= layers:
