@@ -328,6 +328,7 @@ def test_the_benchmark_compares_with_one_rank_the_machine_and_the_plan(
     ]
     for row in rows:
         assert 0 < row.one.solve < row.one.update
+        assert row.one.products == row.many.products == 2 * (settings.cg_steps + 1)
         assert 0 < row.many.solve < row.many.update
         assert 1 < row.placement <= 2
         assert row.allowed(2) <= row.placement
@@ -338,7 +339,7 @@ def test_the_benchmark_compares_with_one_rank_the_machine_and_the_plan(
         "two": rows[2].many.solve,
         "machine": rows[2].machine,
     }
-    assert len(benchmesh.checks(rows)) == 6
+    assert len(benchmesh.checks(rows)) == 8
     assert benchmesh.table(2, rows).row_count == 8
 
 
@@ -347,9 +348,11 @@ def test_bars() -> None:
     good = row("equal", "2 x 1", turn(10, 12), turn(6, 8), 2.0, 1.8, (turn(10, 12), turn(6, 8)))
     assert all(benchmesh.checks([good]).values())
     slow = replace(good, many=turn(6.3, 8))
-    assert list(benchmesh.checks([slow]).values()) == [False, True, True]
+    assert list(benchmesh.checks([slow]).values()) == [True, False, True, True]
+    shorter = replace(good, many=turn(6, 8, products=3))
+    assert list(benchmesh.checks([shorter]).values()) == [False, True, True, True]
     misjudged = replace(good, predicted=(turn(10, 12), turn(5, 8)))
-    assert list(benchmesh.checks([misjudged]).values()) == [True, False, True]
+    assert list(benchmesh.checks([misjudged]).values()) == [True, True, False, True]
 
 
 def test_the_equal_blocks_of_the_autoencoder() -> None:

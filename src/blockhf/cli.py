@@ -514,7 +514,7 @@ def _bench(fail: Callable[[Exception], NoReturn]) -> "typer.Typer":
         ranks: Annotated[int, typer.Option(help="Processes of one thread: 2, or 4 to measure both.")] = 2,
         curvature: Annotated[int, typer.Option(help="Samples of the curvature.")] = 1200,
         cg_steps: Annotated[int, typer.Option(help="CG iterations.")] = 30,
-        repetitions: Repetitions = 5,
+        repetitions: Repetitions = 7,
         seed: Seed = 0,
         json: Json = None,
         small: Annotated[bool, typer.Option("--small", help="A small network, to try it out.")] = False,
