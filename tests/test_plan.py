@@ -341,6 +341,14 @@ def test_the_benchmark_compares_with_one_rank_the_machine_and_the_plan(
     }
     assert len(benchmesh.checks(rows)) == 8
     assert benchmesh.table(2, rows).row_count == 8
+    lines = benchmesh.markdown(2, rows)
+    assert lines[0].startswith("2 ranks; all at once make")
+    assert len({line.count("|") for line in lines[2:-1]}) == 1
+
+
+def test_a_page_with_no_place_for_the_table() -> None:
+    with pytest.raises(ValueError, match="The page has no place for the table"):
+        benchmesh.with_table("# Scaling", "")
 
 
 def test_bars() -> None:

@@ -518,6 +518,9 @@ def _bench(fail: Callable[[Exception], NoReturn]) -> "typer.Typer":
         seed: Seed = 0,
         json: Json = None,
         small: Annotated[bool, typer.Option("--small", help="A small network, to try it out.")] = False,
+        page: Annotated[
+            Path | None, typer.Option(help="Page of the documentation to put the table into.")
+        ] = None,
     ) -> None:
         """Updates on one rank and on several, beside what the machine allows and what plan predicts."""
         from rich.console import Console
@@ -525,7 +528,7 @@ def _bench(fail: Callable[[Exception], NoReturn]) -> "typer.Typer":
         from blockhf.experiments.benchmesh import Settings, run
 
         try:
-            run(Settings(ranks, curvature, cg_steps, repetitions, seed, small), json, Console())
+            run(Settings(ranks, curvature, cg_steps, repetitions, seed, small), json, Console(), page)
         except (OSError, ValueError) as error:
             fail(error)
 

@@ -160,7 +160,7 @@ def equal_halves(sizes: Sequence[int]) -> tuple[int, ...]:
     gradient by them.
 
     >>> equal_halves([2, 2, 2])
-    (0, 2)
+    (0,)
     """
 
     def cost(block: Sequence[int]) -> int:
@@ -370,8 +370,10 @@ def measure(num_ranks: int, settings: Settings) -> dict[str, Any]:
     return content
 
 
-def run(settings: Settings, out: Path | None, console: Console) -> None:
-    """Measure, show a table and write ``out``."""
+def run(settings: Settings, out: Path | None, console: Console, page: Path | None = None) -> None:
+    """Measure, show a table and write ``out``; put the table into a page of the documentation."""
+    if page is not None:
+        with_table(page.read_text(encoding="utf-8"), "")
     if out is not None:
         out.parent.mkdir(parents=True, exist_ok=True)
         out.touch()  # a file that cannot be written shall not cost minutes
@@ -384,16 +386,13 @@ def run(settings: Settings, out: Path | None, console: Console) -> None:
         "versions": {"blockhf": blockhf.__version__, "torch": torch.__version__},
         "runs": [],
     }
-    console.print(
-        f"torch {torch.__version__}; {os.cpu_count()} cores, ranks of one thread; autoencoder, curvature "
-        f"from {settings.curvature} samples, {settings.cg_steps} CG iterations; the best of "
-        f"{settings.repetitions} turns",
-        soft_wrap=True,
-    )
+    console.print(_introduction(settings), soft_wrap=True)
+    lines: list[str] = [_introduction(settings), ""]
     for num_ranks in (2,) if settings.ranks == 2 else (2, settings.ranks):
         found = measure(num_ranks, settings)
         measured = rows(found, num_ranks, settings)
         console.print(table(num_ranks, measured))
+        lines += markdown(num_ranks, measured)
         content["runs"].append({"ranks": num_ranks, "rows": [asdict(row) for row in measured], **found})
         if num_ranks == 2:
             content["blocks"] = claimed(measured)
@@ -403,6 +402,10 @@ def run(settings: Settings, out: Path | None, console: Console) -> None:
     if out is not None:
         files.write(out, files.to_json(content, indent=2))
         console.print(f"Written: {out}", soft_wrap=True)
+    if page is not None:
+        text = with_table(page.read_text(encoding="utf-8"), "\n".join(lines))
+        files.write(page, text.encode())
+        console.print(f"Written: {page}", soft_wrap=True)
 
 
 def claimed(measured: Sequence[Row]) -> dict[str, dict[str, float]]:
@@ -436,23 +439,25 @@ def checks(measured: Sequence[Row]) -> dict[str, bool]:
     return found
 
 
-def table(num_ranks: int, measured: Sequence[Row]) -> Table:
-    """Measured, allowed and predicted."""
-    limit = measured[0].machine if measured else math.nan
-    shown = Table(
-        title=f"{num_ranks} ranks; all at once make {limit:.2f} times the matrix products of one",
-        title_justify="left",
-        box=box.SIMPLE_HEAD,
+def _introduction(settings: Settings) -> str:
+    return (
+        f"torch {torch.__version__}; {os.cpu_count()} cores, ranks of one thread; autoencoder, curvature "
+        f"from {settings.curvature:,} samples, {settings.cg_steps} CG iterations; the best of "
+        f"{settings.repetitions} turns."
     )
-    for head in ("blocks", "mesh", "phase"):
-        shown.add_column(head, no_wrap=True)
-    for head in ("1 rank", f"{num_ranks} ranks", "speed-up", "allowed", "reached", "predicted", "off"):
-        shown.add_column(head, justify="right", no_wrap=True)
-    for row in measured:
-        for phase, words in (("solve", "CG"), ("update", "update")):
-            speed_up, predicted = row.speed_up(phase), row.predicted_speed_up(phase)
-            allowed = row.allowed(num_ranks)
-            shown.add_row(
+
+
+_HEADS = ("blocks", "mesh", "phase", "1 rank", "mesh", "speed-up", "allowed", "reached", "predicted", "off")
+
+
+def _cells(num_ranks: int, row: Row) -> list[list[str]]:
+    """Measured, allowed and predicted: a line for CG and one for the whole update."""
+    lines = []
+    for phase, words in (("solve", "CG"), ("update", "update")):
+        speed_up, predicted = row.speed_up(phase), row.predicted_speed_up(phase)
+        allowed = row.allowed(num_ranks)
+        lines.append(
+            [
                 row.blocks if phase == "solve" else "",
                 row.mesh if phase == "solve" else "",
                 words,
@@ -463,5 +468,42 @@ def table(num_ranks: int, measured: Sequence[Row]) -> Table:
                 f"{speed_up / allowed:.0%}" if phase == "solve" else "",
                 f"{predicted:.2f}",
                 f"{predicted / speed_up - 1:+.0%}",
-            )
+            ]
+        )
+    return lines
+
+
+def _title(num_ranks: int, measured: Sequence[Row]) -> str:
+    return f"{num_ranks} ranks; all at once make {measured[0].machine:.2f} times the matrix products of one"
+
+
+def table(num_ranks: int, measured: Sequence[Row]) -> Table:
+    """For the terminal."""
+    shown = Table(title=_title(num_ranks, measured), title_justify="left", box=box.SIMPLE_HEAD)
+    for place, head in enumerate(_HEADS):
+        shown.add_column(head, justify="left" if place < 3 else "right", no_wrap=True)
+    for row in measured:
+        for cells in _cells(num_ranks, row):
+            shown.add_row(*cells)
     return shown
+
+
+def markdown(num_ranks: int, measured: Sequence[Row]) -> list[str]:
+    """The same table, in lines for a page."""
+    lines = [_title(num_ranks, measured) + ":", "", f"| {' | '.join(_HEADS)} |"]
+    lines.append(f"|{'---|' * 3}{'---:|' * (len(_HEADS) - 3)}")
+    lines += [f"| {' | '.join(cells)} |" for row in measured for cells in _cells(num_ranks, row)]
+    return [*lines, ""]
+
+
+def with_table(page: str, text: str) -> str:
+    r"""A page with this text between its marks.
+
+    >>> with_table("a\n<!-- bench mesh: begin -->\n<!-- bench mesh: end -->\n", "b").splitlines()
+    ['a', '<!-- bench mesh: begin -->', 'b', '<!-- bench mesh: end -->']
+    """
+    begin, end = "<!-- bench mesh: begin -->\n", "<!-- bench mesh: end -->"
+    if begin not in page or end not in page:
+        raise ValueError(f"The page has no place for the table. Write {begin.strip()} and {end} into it.")
+    before, rest = page.split(begin, 1)
+    return before + begin + text.rstrip("\n") + "\n" + end + rest.split(end, 1)[1]

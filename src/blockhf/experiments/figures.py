@@ -253,7 +253,7 @@ def scaling(found: Sequence[tuple[str, plan.Scaling]], *, title: str) -> Figure:
             highest = max(highest, *speed_ups)
             axes.plot(scaled.ranks, speed_ups, color=color, linestyle=dashes, linewidth=1.8, label=name)
             axes.plot(scaled.ranks[-1:], speed_ups[-1:], color=color, marker="o", markersize=4, clip_on=False)
-        axes.set(xscale="log", xlabel="ranks", xlim=(1, max(scaled.ranks)))
+        axes.set(xscale="log", xlabel="ranks", xlim=(0.9, 1.25 * max(scaled.ranks)))
         axes.set_xticks([ranks for ranks in scaled.ranks if math.log2(ranks) % 2 == 0])
         axes.xaxis.set_major_formatter(FuncFormatter(_plain))
         axes.xaxis.set_minor_locator(NullLocator())
