@@ -261,7 +261,7 @@ def _matrix_products(settings: Settings) -> Callable[[], None]:
     ]
 
     def run() -> None:
-        for _ in range(1 if settings.small else 4):
+        for _ in range(1 if settings.small else 20):  # about a second, so that a hiccup does not count
             for inputs, weight in pairs:
                 inputs @ weight
 
@@ -393,6 +393,12 @@ def run(settings: Settings, out: Path | None, console: Console, page: Path | Non
         measured = rows(found, num_ranks, settings)
         console.print(table(num_ranks, measured))
         lines += markdown(num_ranks, measured)
+        if measured[0].machine < 1:
+            console.print(
+                "All ranks at once made less than one alone: something else keeps the machine busy, and these "
+                "numbers mean little. Measure again when it is quiet.",
+                soft_wrap=True,
+            )
         content["runs"].append({"ranks": num_ranks, "rows": [asdict(row) for row in measured], **found})
         if num_ranks == 2:
             content["blocks"] = claimed(measured)
