@@ -395,8 +395,8 @@ def run(settings: Settings, out: Path | None, console: Console, page: Path | Non
         lines += markdown(num_ranks, measured)
         if measured[0].machine < 1:
             console.print(
-                "All ranks at once made less than one alone: something else keeps the machine busy, and these "
-                "numbers mean little. Measure again when it is quiet.",
+                "All ranks at once made less than one alone: something else keeps the machine busy, and "
+                "these numbers mean little. Measure again when it is quiet.",
                 soft_wrap=True,
             )
         content["runs"].append({"ranks": num_ranks, "rows": [asdict(row) for row in measured], **found})
@@ -453,7 +453,7 @@ def _introduction(settings: Settings) -> str:
     )
 
 
-_HEADS = ("blocks", "mesh", "phase", "1 rank", "mesh", "speed-up", "allowed", "reached", "predicted", "off")
+_HEADS = ("blocks", "mesh", "phase", "1 rank", "on it", "speed-up", "allowed", "reached", "predicted", "off")
 
 
 def _cells(num_ranks: int, row: Row) -> list[list[str]]:
@@ -506,10 +506,10 @@ def with_table(page: str, text: str) -> str:
     r"""A page with this text between its marks.
 
     >>> with_table("a\n<!-- bench mesh: begin -->\n<!-- bench mesh: end -->\n", "b").splitlines()
-    ['a', '<!-- bench mesh: begin -->', 'b', '<!-- bench mesh: end -->']
+    ['a', '<!-- bench mesh: begin -->', '', 'b', '', '<!-- bench mesh: end -->']
     """
     begin, end = "<!-- bench mesh: begin -->\n", "<!-- bench mesh: end -->"
     if begin not in page or end not in page:
         raise ValueError(f"The page has no place for the table. Write {begin.strip()} and {end} into it.")
     before, rest = page.split(begin, 1)
-    return before + begin + text.rstrip("\n") + "\n" + end + rest.split(end, 1)[1]
+    return f"{before}{begin}\n{text.strip()}\n\n{end}{rest.split(end, 1)[1]}"
