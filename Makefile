@@ -47,6 +47,7 @@ bench: $(DEMO)
 	$(BIN)/blockhf bench products --profile
 	$(BIN)/blockhf bench step
 	$(BIN)/blockhf bench memory
+	$(BIN)/blockhf bench mesh
 
 clean:
 	rm -rf $(VENV) build dist site .pytest_cache .mypy_cache .ruff_cache

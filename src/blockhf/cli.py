@@ -1,4 +1,4 @@
-"""The command line: ``blockhf demo``, ``train``, ``compare``, ``figures``, ``data`` and ``bench``."""
+"""The command line: ``blockhf demo``, ``train``, ``compare``, ``plan``, ``data``, ``bench`` and others."""
 
 import sys
 from collections.abc import Callable
@@ -96,6 +96,7 @@ def _app() -> "typer.Typer":
             raise typer.Exit(130)
 
     _experiments(app, fail)
+    _plan(app, fail)
     app.add_typer(_data(fail), name="data")
     app.add_typer(_bench(fail), name="bench")
     return app
@@ -280,6 +281,99 @@ def _experiments(app: "typer.Typer", fail: Callable[[Exception], NoReturn]) -> N
             fail(error)
 
 
+def _plan(app: "typer.Typer", fail: Callable[[Exception], NoReturn]) -> None:
+    import typer
+
+    @app.command()
+    def plan(
+        task: Annotated[
+            str,
+            typer.Argument(
+                metavar="TASK", help="autoencoder, lstm, cnn or transformer.", show_default="--parameters"
+            ),
+        ] = "",
+        blocks: Annotated[
+            str,
+            typer.Option(help="single, module, layer, or how many.", show_default="the task's own, or layer"),
+        ] = "",
+        parameters: Annotated[
+            float | None, typer.Option(help="Of a transformer that need not exist, e.g. 1e9.")
+        ] = None,
+        layers: Annotated[int, typer.Option(help="Of that transformer.")] = 24,
+        tokens: Annotated[int, typer.Option(help="Of a sample of that transformer.")] = 2048,
+        gradient_batch: Annotated[
+            int | None, typer.Option(help="Samples of the gradient.", show_default="the task's own, or 512")
+        ] = None,
+        curvature_batch: Annotated[
+            int | None, typer.Option(help="Samples of the curvature.", show_default="the task's own, or 64")
+        ] = None,
+        cg_steps: Annotated[
+            int | None, typer.Option(help="CG iterations.", show_default="the task's own, or 30")
+        ] = None,
+        micro_batch: Annotated[
+            int | None, typer.Option(help="Samples in memory at a time.", show_default="all")
+        ] = None,
+        ranks: Annotated[
+            int | None, typer.Option(help="How many; their best mesh.", show_default="2")
+        ] = None,
+        block: Annotated[int | None, typer.Option(help="The mesh itself: ranks along block.")] = None,
+        data: Annotated[int | None, typer.Option(help="The mesh itself: ranks along data.")] = None,
+        bandwidth: Annotated[
+            str, typer.Option(help="Between ranks, in GB/s; several with commas between them.")
+        ] = "25",
+        latency: Annotated[str, typer.Option(help="Of a message, in microseconds; one or as many.")] = "10",
+        flops: Annotated[
+            float | None,
+            typer.Option(help="Floating point operations a second of a rank.", show_default="measured here"),
+        ] = None,
+        memory_bandwidth: Annotated[float, typer.Option(help="Of a rank, in GB/s, with --flops.")] = 1000.0,
+        efficiency: Annotated[
+            float, typer.Option(help="What a rank keeps of its speed while all others work.")
+        ] = 1.0,
+        threads: Annotated[int, typer.Option(min=0, help="To measure with.", show_default="torch's own")] = 0,
+        json: Annotated[Path | None, typer.Option("--json", help="File for the numbers.")] = None,
+        plot: Annotated[Path | None, typer.Option(help="File for the figure, as PNG and SVG.")] = None,
+    ) -> None:
+        """Predict work, memory, messages, time and speed-up of an update on a mesh, beside Adam's."""
+        import torch
+        from rich.console import Console
+
+        from blockhf.experiments.planning import Request, run
+
+        if threads:
+            torch.set_num_threads(threads)
+        try:
+            request = Request(
+                task=task,
+                blocks=blocks,
+                parameters=parameters,
+                layers=layers,
+                tokens=tokens,
+                gradient_batch=gradient_batch,
+                curvature_batch=curvature_batch,
+                cg_steps=cg_steps,
+                micro_batch=micro_batch,
+                ranks=ranks,
+                block=block,
+                data=data,
+                bandwidths=_numbers("bandwidth", bandwidth),
+                latencies=_numbers("latency", latency),
+                flops=flops,
+                memory_bandwidth=memory_bandwidth,
+                efficiency=efficiency,
+            )
+            run(request, Console(), out=json, plot=plot)
+        except (OSError, ValueError) as error:
+            fail(error)
+
+
+def _numbers(name: str, text: str) -> list[float]:
+    try:
+        return [float(number) for number in text.split(",")]
+    except ValueError:
+        raise ValueError(f"{name} is {text!r}, but must be a number, or some with commas between.") from None
+
+
 def _seeds(text: str) -> list[int]:
     try:
         seeds = [int(seed) for seed in text.split(",") if seed.strip()]
@@ -414,5 +508,28 @@ def _bench(fail: Callable[[Exception], NoReturn]) -> "typer.Typer":
         measure(
             "memory", networks, json, samples=samples, repetitions=repetitions, threads=threads, seed=seed
         )
+
+    @bench.command()
+    def mesh(
+        ranks: Annotated[int, typer.Option(help="Processes of one thread: 2, or 4 to measure both.")] = 2,
+        curvature: Annotated[int, typer.Option(help="Samples of the curvature.")] = 1200,
+        cg_steps: Annotated[int, typer.Option(help="CG iterations.")] = 30,
+        repetitions: Repetitions = 7,
+        seed: Seed = 0,
+        json: Json = None,
+        small: Annotated[bool, typer.Option("--small", help="A small network, to try it out.")] = False,
+        page: Annotated[
+            Path | None, typer.Option(help="Page of the documentation to put the table into.")
+        ] = None,
+    ) -> None:
+        """Updates on one rank and on several, beside what the machine allows and what plan predicts."""
+        from rich.console import Console
+
+        from blockhf.experiments.benchmesh import Settings, run
+
+        try:
+            run(Settings(ranks, curvature, cg_steps, repetitions, seed, small), json, Console(), page)
+        except (OSError, ValueError) as error:
+            fail(error)
 
     return bench

@@ -431,7 +431,7 @@ class StepRow:
     note: str = ""
 
 
-class _Stepper:
+class Stepper:
     """Makes one and the same update again and again, and remembers the quickest one's phases."""
 
     def __init__(
@@ -491,18 +491,18 @@ def steps(name: str, options: Options) -> list[StepRow]:
         for kind in ("HF", "block HF"):
             case = network(name, 1, options.seed)
             groups = blocks.single(case.model) if kind == "HF" else case.groups
-            stepper = _Stepper(case, groups, batch, curvature_batch_size=size, damping=paper.damping)
+            stepper = Stepper(case, groups, batch, curvature_batch_size=size, damping=paper.damping)
             runs[f"{kind}, curvature {size}"] = stepper
         pairs[f"block HF, curvature {size}"] = f"HF, curvature {size}"
     adam = f"Adam, batch {len(batch[0])}"
     runs[adam] = _adam(network(name, 1, options.seed), batch)
     runs[adam]()
     seconds = best(runs, options.repetitions)
-    seconds |= {key: run.seconds for key, run in runs.items() if isinstance(run, _Stepper)}
+    seconds |= {key: run.seconds for key, run in runs.items() if isinstance(run, Stepper)}
     rows = []
     for key, run in runs.items():
         ratio = seconds[key] / seconds[adam]
-        if not isinstance(run, _Stepper):
+        if not isinstance(run, Stepper):
             rows.append(StepRow(name, key, seconds[key], ratio, adam))
             continue
         beside = f"{seconds[key] / seconds[pairs[key]]:.2f} × {pairs[key]}" if key in pairs else ""
@@ -540,7 +540,7 @@ def lstm_steps(options: Options) -> list[StepRow]:
     steppers = {}
     for name, ways_, steps in (("formed", Formed(), full), ("double backward", DoubleBackward(), few)):
         case = network("lstm", 1, options.seed)
-        steppers[name] = _Stepper(
+        steppers[name] = Stepper(
             case,
             case.groups,
             batch,

@@ -12,9 +12,9 @@ from typing import Any
 from matplotlib import rc_context
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter, MaxNLocator, NullFormatter
+from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter, NullLocator
 
-from blockhf.experiments import comparison
+from blockhf.experiments import comparison, plan
 from blockhf.experiments.comparison import Comparison
 from blockhf.experiments.optimizers import Spec
 
@@ -231,6 +231,42 @@ def _draw(panel: Panel, axes: Axes, looks: dict[str, Any]) -> None:
     axes.spines[["top", "right"]].set_visible(False)
     if panel.curves:
         axes.legend(fontsize=8, handlelength=3, framealpha=0.0)
+
+
+# Plans
+
+
+def scaling(found: Sequence[tuple[str, plan.Scaling]], *, title: str) -> Figure:
+    """Speed-ups against one rank, a panel for each network between the ranks."""
+    figure = Figure(figsize=(1.0 + 4.2 * len(found), 4.2), dpi=120, layout="constrained")
+    panels = figure.subplots(1, len(found), sharey=True, squeeze=False)[0]
+    highest = 1.0
+    for axes, (words, scaled) in zip(panels, found, strict=True):
+        axes.plot(scaled.ranks, scaled.ranks, color=_FAINT, linewidth=1.2, label="as many ranks")
+        for name, predictions, (color, dashes) in zip(
+            ("block HF, best mesh", "block HF, data alone", "Adam, data-parallel"),
+            (scaled.block_hf, scaled.data_alone, scaled.adam),
+            _LOOKS[1:],
+            strict=False,
+        ):
+            speed_ups = plan.speed_ups(predictions)
+            highest = max(highest, *speed_ups)
+            axes.plot(scaled.ranks, speed_ups, color=color, linestyle=dashes, linewidth=1.8, label=name)
+            axes.plot(scaled.ranks[-1:], speed_ups[-1:], color=color, marker="o", markersize=4, clip_on=False)
+        axes.set(xscale="log", xlabel="ranks", xlim=(0.9, 1.25 * max(scaled.ranks)))
+        axes.set_xticks([ranks for ranks in scaled.ranks if math.log2(ranks) % 2 == 0])
+        axes.xaxis.set_major_formatter(FuncFormatter(_plain))
+        axes.xaxis.set_minor_locator(NullLocator())
+        axes.set_title(words, fontsize=10)
+        axes.grid(color=_FAINT, linewidth=0.6)
+        axes.spines[["top", "right"]].set_visible(False)
+    panels[0].set(yscale="log", ylim=(0.5, 1.6 * highest), ylabel="speed-up against one rank")
+    panels[0].yaxis.set_major_locator(LogLocator(subs=(1.0,)))
+    panels[0].yaxis.set_major_formatter(FuncFormatter(_plain))
+    panels[0].yaxis.set_minor_formatter(NullFormatter())
+    panels[0].legend(fontsize=8, handlelength=3, framealpha=0.0)
+    figure.suptitle(title, fontsize=11)
+    return figure
 
 
 def png(figure: Figure) -> bytes:
