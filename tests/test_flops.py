@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from blockhf import BlockHF, DoubleBackward, Formed, GaussNewton, Traced, blocks
-from blockhf.flops import Meter, _Counter
+from blockhf.flops import Counter, Meter
 from blockhf.objective import Problem
 from cases import CROSS_ENTROPY, NETWORKS, Case, as_blocks
 from optimizer_tasks import Task
@@ -44,7 +44,7 @@ def test_a_traced_product_costs_what_it_costs_to_run_it(case: Case) -> None:
     for index, block in enumerate(problem.blocks):
         vector = torch.ones(block.size, dtype=torch.float64)
         problem.meter.totals.clear()
-        with _Counter() as counter:
+        with Counter() as counter:
             matrix.product(index, index, vector)
         assert problem.meter.totals == {"product": counter.flops}
         assert counter.flops > 0

@@ -70,8 +70,15 @@ def test_the_table_has_medians_and_nothing_where_most_seeds_did_not_get_there() 
     ]
     compared = Comparison("tiny", "quick", {"metric": "loss", "targets": []}, [], [], entries)
     found = race.table(compared, {"adam:lr=0.1": "Adam"}, (20.0, 10.0))
-    assert found["Adam"]["20"] == {"reached": "3/3", "update": 30, "ge": 3, "seconds": 6}
-    assert found["Adam"]["10"] == {"reached": "1/3", "update": None, "ge": None, "seconds": None}
+    unmeasured = {"peak_bytes": None, "state_bytes": None}
+    assert found["Adam"]["20"] == {"reached": "3/3", "update": 30, "ge": 3, "seconds": 6, **unmeasured}
+    assert found["Adam"]["10"] == {
+        "reached": "1/3",
+        "update": None,
+        "ge": None,
+        "seconds": None,
+        **unmeasured,
+    }
 
 
 def test_a_race_searches_then_runs_the_winners_over_all_seeds(

@@ -41,7 +41,10 @@ def finished(folder: Path, settings: Config, **options: Any) -> list[Record]:
 
 
 def timeless(records: list[Record]) -> list[Record]:
-    return [{key: value for key, value in record.items() if key != "seconds"} for record in records]
+    return [
+        {key: value for key, value in record.items() if key not in ("seconds", "peak_bytes")}
+        for record in records
+    ]
 
 
 def params(folder: Path) -> dict[str, torch.Tensor]:

@@ -15,7 +15,9 @@ last bit but for the seconds. The order of the samples is a function of seed and
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import datetime
+import gc
 import io
 import json
 import math
@@ -38,7 +40,7 @@ import blockhf
 from blockhf.experiments import costs, files, tasks
 from blockhf.experiments.optimizers import Spec
 from blockhf.experiments.tasks import Samples, Task
-from blockhf.report import StepReport
+from blockhf.report import StepReport, Stopwatch
 
 try:
     import fcntl
@@ -51,6 +53,7 @@ Record = dict[str, Any]
 
 STOPS = ("budget", "worse", "targets")
 _FORMAT = 1
+_DEVICE = torch.device("cpu")
 _BUDGET = re.compile(r"(\d+(?:\.\d+)?(?:e[+-]?\d+)?)\s*(updates?|epochs?|ge|s|seconds?)", re.IGNORECASE)
 _KINDS: dict[str, Kind] = {"u": "updates", "e": "epochs", "g": "ge", "s": "s"}
 
@@ -100,6 +103,7 @@ class Config:
             than its best for five evaluations and half as many updates again; ``"targets"`` where the
             last of the task's targets is reached.
         threads: Threads of torch. They change the last bits, so a resumed run has the same.
+        growth: By which factor updates grow until the next evaluation; zero for the task's own.
     """
 
     task: str
@@ -109,6 +113,7 @@ class Config:
     budget: str = ""
     stop: str = ""
     threads: int = 0
+    growth: float = 0.0
 
     def complete(self) -> Config:
         """With the task's own budget and stop, and torch's own threads, where none are named.
@@ -120,6 +125,8 @@ class Config:
         stop = self.stop or task.stop
         if stop not in STOPS:
             raise ValueError(f"stop is {stop!r}, but must be one of {', '.join(STOPS)}.")
+        if self.growth and self.growth <= 1:
+            raise ValueError(f"growth is {self.growth}, but must be above 1, or zero for the task's own.")
         if self.seed < 0:
             raise ValueError(f"seed is {self.seed}, but must be at least 0.")
         return replace(
@@ -128,6 +135,7 @@ class Config:
             budget=str(Budget.parse(self.budget or task.budget)),
             stop=stop,
             threads=self.threads or torch.get_num_threads(),
+            growth=self.growth or task.growth,
         )
 
 
@@ -136,11 +144,15 @@ class Progress:
     """Where a run is: updates so far, their cost in GE, and the seconds that they took.
 
     The seconds of a run with one thread are the processor's, and not those in which it had to wait.
+
+    ``peak_bytes`` is the most memory that an update had beyond what was in use before the model was made;
+    none where the machine does not tell.
     """
 
     update: int = 0
     ge: float = 0.0
     seconds: float = 0.0
+    peak_bytes: int | None = None
 
 
 @dataclass(frozen=True)
@@ -170,7 +182,7 @@ class Run:
     ) -> None:
         self.config = config = config.complete()
         self.folder = folder
-        self.task: Task = tasks.get(config.task, config.preset)
+        self.task: Task = replace(tasks.get(config.task, config.preset), growth=config.growth)
         self.spec = Spec.parse(config.optimizer)
         self.budget = Budget.parse(config.budget)
         self.train, self.test = data
@@ -205,7 +217,8 @@ class Run:
                 raise ValueError(f"Another process is at work on {self.folder}. Wait for it.") from None
 
     def _begin(self, resume: bool) -> None:
-        wanted = {"format": _FORMAT, **asdict(self.config), "settings": self.task.settings()}
+        asked = {key: value for key, value in asdict(self.config).items() if key != "growth"}
+        wanted = {"format": _FORMAT, **asked, "settings": self.task.settings()}  # which have the growth
         config, found = self.folder / "config.json", None
         if config.exists():
             if not resume:
@@ -216,6 +229,7 @@ class Run:
             leftover.unlink(missing_ok=True)
         torch.set_num_threads(self.config.threads)
         torch.manual_seed(self.config.seed)
+        self._bytes_before = _bytes_in_use()
         self.model: nn.Module = self.task.make_model()
         self.averaged: AveragedModel | None = None
         if self.task.averaging is not None:
@@ -290,13 +304,18 @@ class Run:
     def advance(self) -> Record:
         """Make an update and record it; ``status`` is set if it was the last."""
         batch = self._batch()
-        before = self._clock()
-        step = self.method.update(batch, self.spent)
-        seconds = self._clock() - before
+        watch = Stopwatch(_DEVICE, memory=True)
+        with watch.phase("update"):
+            before = self._clock()
+            step = self.method.update(batch, self.spent)
+            seconds = self._clock() - before
         if self.averaged is not None:
             self.averaged.update_parameters(self.model)
         self.progress = Progress(
-            self.progress.update + 1, self.progress.ge + step.ge, self.progress.seconds + seconds
+            self.progress.update + 1,
+            self.progress.ge + step.ge,
+            self.progress.seconds + seconds,
+            self._peak(watch.phases["update"].peak_bytes),
         )
         record = {**self._place(), "loss": step.loss}
         if step.report is not None:
@@ -313,6 +332,12 @@ class Run:
             self.save()
             self._write_result(record)
         return record
+
+    def _peak(self, now: int | None) -> int | None:
+        """The most memory so far, after an update that had this much."""
+        if now is None or self._bytes_before is None:
+            return self.progress.peak_bytes
+        return max(self.progress.peak_bytes or 0, now - self._bytes_before)
 
     def save(self) -> None:
         """Replace the checkpoint by one of this moment."""
@@ -351,7 +376,9 @@ class Run:
         return {
             "evaluation": {
                 f"{part}_{key}": value for part, found in parts.items() for key, value in found.items()
-            }
+            },
+            "peak_bytes": self.progress.peak_bytes,
+            "state_bytes": self.method.state_bytes(),
         }
 
     def _judge(self, evaluation: dict[str, float]) -> None:
@@ -420,6 +447,17 @@ def train(
             run.save()
             last = time.monotonic()
     return run.status
+
+
+def _bytes_in_use() -> int | None:
+    """What the process has in memory, after what earlier runs in it have freed is given back."""
+    gc.collect()
+    with contextlib.suppress(OSError, AttributeError):  # glibc alone has it
+        ctypes.CDLL(None).malloc_trim(0)
+    watch = Stopwatch(_DEVICE, memory=True)
+    with watch.phase("nothing"):
+        pass
+    return watch.phases["nothing"].peak_bytes
 
 
 def updates_per_epoch(spec: Spec, task: Task, samples: Samples) -> int:
