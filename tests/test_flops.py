@@ -87,6 +87,15 @@ def test_the_same_work_is_counted_once_and_remembered_by_its_key() -> None:
     assert meter.totals == {"work": 54 + 16 + 54}
 
 
+def test_orthogonal_factors_are_counted_after_householder() -> None:
+    with Counter() as counter:
+        torch.linalg.qr(torch.eye(6))
+    assert counter.flops == 8 * 6**3 // 3
+    with Counter() as counter:
+        torch.linalg.qr(torch.ones(2, 9, 3))
+    assert counter.flops == 2 * 4 * 3**2 * (9 - 1)
+
+
 def test_work_that_failed_is_not_counted_and_does_not_stop_the_meter() -> None:
     meter, a = Meter(), torch.eye(3)
     with pytest.raises(RuntimeError), meter.counting("work"):

@@ -15,7 +15,7 @@ from typing import Any
 
 from rich.console import Console
 
-from blockhf.experiments import commands, comparison, files
+from blockhf.experiments import commands, comparison, files, page
 from blockhf.experiments.comparison import Comparison, Entry
 from blockhf.experiments.optimizers import Spec
 from blockhf.experiments.runs import Config
@@ -183,9 +183,8 @@ def show(result: Mapping[str, Any], console: Console) -> None:
     rows = []
     for name, own in result["targets"].items():
         cells = [_cell(own[target]) for target in targets]
-        rows.append(
-            [name, *cells, *map(_mib, result["memory"][name].values()), result["settings"].get(name, "")]
-        )
+        sizes = map(page.mebibytes, result["memory"][name].values())
+        rows.append([name, *cells, *sizes, result["settings"].get(name, "")])
     heads = ["family", *(f"train ≤ {target}" for target in targets), "peak", "state", "setting"]
     shown = commands.table(heads, rows)
     shown.caption = (
@@ -200,11 +199,8 @@ def show(result: Mapping[str, Any], console: Console) -> None:
 def _cell(cost: Mapping[str, Any]) -> str:
     if cost["update"] is None:
         return "–"
-    return f"{cost['update']:.0f} / {cost['ge']:.1f} / {cost['seconds']:.0f} / {_mib(cost['peak_bytes'])}"
-
-
-def _mib(size: float | None) -> str:
-    return "–" if size is None else f"{size / 2**20:.0f}"
+    spent = f"{cost['update']:.0f} / {cost['ge']:.1f} / {cost['seconds']:.0f}"
+    return f"{spent} / {page.mebibytes(cost['peak_bytes'])}"
 
 
 def _lowest(entry: Entry) -> float:
