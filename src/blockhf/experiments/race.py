@@ -35,9 +35,10 @@ TARGETS: Mapping[str, tuple[float, ...]] = {
 def families(task: Task) -> dict[str, list[str]]:
     """The settings that are tried, by family; each of the tuned has eight.
 
-    Four rates with two batches. SGD has smaller rates than the others where the loss is a sum over pixels
-    (from 3e-3 on it diverges there), and larger ones where it is a mean cross entropy. L-BFGS has its line
-    search besides the rate, and so the iterations on a batch as a choice too; K-FAC has dampings.
+    Four rates with two batches. Muon does well with larger rates than Adam. SGD has smaller ones where the
+    loss is a sum over pixels (from 3e-3 on it diverges there), and larger ones where it is a mean cross
+    entropy. L-BFGS has its line search besides the rate, and so the iterations on a batch as a choice too;
+    K-FAC has dampings.
 
     ``blockhf`` gets a batch of half of the autoencoder's data, of which it takes what it needs; where the
     large batch is fixed, as for the CNN, that one.
@@ -68,7 +69,7 @@ def families(task: Task) -> dict[str, list[str]]:
             f"lbfgs:lr={rate},max_iter={steps},batch={size},history_size=50,line_search_fn=strong_wolfe"
             for rate, steps, size in itertools.product((0.5, 1), (5, 20), (large, 2 * large))
         ],
-        "Muon": grid("muon"),
+        "Muon": grid("muon", (1e-3, 3e-3, 1e-2, 3e-2)),
         "SOAP": grid("soap"),
     }
 
