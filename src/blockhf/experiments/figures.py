@@ -160,7 +160,8 @@ def looks(compared: Comparison) -> dict[str, tuple[str, Dashes]]:
     colors: dict[str, int] = {}
     for spec in specs:
         colors.setdefault(_color_key(spec), len(colors))
-    dashes = itertools.cycle(_DASHES[2:])
+    # Where colors come again, dashes are the other way round.
+    dashes = itertools.cycle((*_DASHES[2:] * (len(_PALETTE) // 2), *_DASHES[:1:-1] * (len(_PALETTE) // 2)))
     return {
         spec.label: (
             _PALETTE[colors[_color_key(spec)] % len(_PALETTE)],
@@ -181,7 +182,8 @@ def _title(specs: Sequence[Spec]) -> str:
 def draw(compared: Comparison, axis: str) -> Figure:
     """All panels of a comparison along one axis."""
     rows = panels(compared, axis)
-    figure = Figure(figsize=(5.2 * len(rows[0]), 7.6), dpi=120, layout="constrained")
+    height = 7.6 + sum(max(map(_below, row)) for row in rows)
+    figure = Figure(figsize=(5.2 * len(rows[0]), height), dpi=120, layout="constrained")
     for row, places in zip(rows, figure.subplots(len(rows), len(rows[0]), squeeze=False), strict=True):
         for panel, axes in zip(row, places, strict=True):
             _draw(panel, axes, looks(compared))
@@ -191,9 +193,14 @@ def draw(compared: Comparison, axis: str) -> Figure:
 
 def draw_alone(compared: Comparison, panel: Panel) -> Figure:
     """One panel, narrow enough for a phone."""
-    figure = Figure(figsize=(4.5, 3.5), layout="constrained")
+    figure = Figure(figsize=(4.5, 3.5 + _below(panel)), layout="constrained")
     _draw(panel, figure.subplots(), looks(compared))
     return figure
+
+
+def _below(panel: Panel) -> float:
+    """Inches for the legend below a panel that has no room for it among its curves."""
+    return 0.17 * len(panel.curves) if len(panel.curves) > 6 else 0.0
 
 
 def _draw(panel: Panel, axes: Axes, looks: dict[str, Any]) -> None:
@@ -223,7 +230,10 @@ def _draw(panel: Panel, axes: Axes, looks: dict[str, Any]) -> None:
     axes.grid(color=_FAINT, linewidth=0.6)
     axes.spines[["top", "right"]].set_visible(False)
     if panel.curves:
-        axes.legend(fontsize=8, handlelength=3, framealpha=0.0)
+        beside: dict[str, Any] = (
+            {"loc": "upper left", "bbox_to_anchor": (0.0, -0.18)} if _below(panel) else {}
+        )
+        axes.legend(fontsize=8, handlelength=3, framealpha=0.0, **beside)
 
 
 def png(figure: Figure) -> bytes:
