@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from blockhf import BlockHF, DoubleBackward, Formed, GaussNewton, Traced, blocks
-from blockhf.flops import Meter, _Counter
+from blockhf.flops import Counter, Meter
 from blockhf.objective import Problem
 from cases import CROSS_ENTROPY, NETWORKS, Case, as_blocks
 from optimizer_tasks import Task
@@ -44,7 +44,7 @@ def test_a_traced_product_costs_what_it_costs_to_run_it(case: Case) -> None:
     for index, block in enumerate(problem.blocks):
         vector = torch.ones(block.size, dtype=torch.float64)
         problem.meter.totals.clear()
-        with _Counter() as counter:
+        with Counter() as counter:
             matrix.product(index, index, vector)
         assert problem.meter.totals == {"product": counter.flops}
         assert counter.flops > 0
@@ -85,6 +85,15 @@ def test_the_same_work_is_counted_once_and_remembered_by_its_key() -> None:
         with meter.counting("work", size):
             _ = a[:size, :size] @ a[:size, :size]
     assert meter.totals == {"work": 54 + 16 + 54}
+
+
+def test_orthogonal_factors_are_counted_after_householder() -> None:
+    with Counter() as counter:
+        torch.linalg.qr(torch.eye(6))
+    assert counter.flops == 8 * 6**3 // 3
+    with Counter() as counter:
+        torch.linalg.qr(torch.ones(2, 9, 3))
+    assert counter.flops == 2 * 4 * 3**2 * (9 - 1)
 
 
 def test_work_that_failed_is_not_counted_and_does_not_stop_the_meter() -> None:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import importlib.util
+import io
 import json
 import math
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 import tiny_task
 from blockhf.experiments import comparison, race, runs, tasks
@@ -70,8 +73,15 @@ def test_the_table_has_medians_and_nothing_where_most_seeds_did_not_get_there() 
     ]
     compared = Comparison("tiny", "quick", {"metric": "loss", "targets": []}, [], [], entries)
     found = race.table(compared, {"adam:lr=0.1": "Adam"}, (20.0, 10.0))
-    assert found["Adam"]["20"] == {"reached": "3/3", "update": 30, "ge": 3, "seconds": 6}
-    assert found["Adam"]["10"] == {"reached": "1/3", "update": None, "ge": None, "seconds": None}
+    unmeasured = {"peak_bytes": None, "state_bytes": None}
+    assert found["Adam"]["20"] == {"reached": "3/3", "update": 30, "ge": 3, "seconds": 6, **unmeasured}
+    assert found["Adam"]["10"] == {
+        "reached": "1/3",
+        "update": None,
+        "ge": None,
+        "seconds": None,
+        **unmeasured,
+    }
 
 
 def test_a_race_searches_then_runs_the_winners_over_all_seeds(
@@ -95,12 +105,39 @@ def test_a_race_searches_then_runs_the_winners_over_all_seeds(
     assert result["settings"]["Adam"] == best.optimizer
     assert (folder / "race" / "index.html").exists()
     assert "train ≤ 90" in capsys.readouterr().out
+    assert all(each["state_bytes"] > 0 for each in result["memory"].values())
     for line in result["targets"].values():
         assert all(
             value is None or math.isfinite(value)
             for value in line["90"].values()
             if not isinstance(value, str)
         )
+
+
+def test_families_that_are_not_installed_are_left_out_and_told(
+    main: Main, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    arguments = ("race", "tiny", "--family", "blockhf", "--family", "SOAP", "--seeds", "0")
+    assert main(*arguments, "--budget", "2updates") == 0
+    assert "Left out: SOAP, which pip install 'blockhf[peers]' brings." in capsys.readouterr().out
+    result = json.loads(Path("runs/race-tiny-quick/race.json").read_text())
+    assert set(result["settings"]) == {"blockhf"}
+    assert main("race", "tiny", "--family", "SOAP", "--out", "other") == 0
+    assert not Path("other").exists()
+
+
+def test_the_table_has_memory_in_mib() -> None:
+    cost = {"update": 30, "ge": 3, "seconds": 6, "peak_bytes": 3 * 2**20}
+    result = {
+        "targets": {"Adam": {"20": cost, "10": {**cost, "update": None}}},
+        "memory": {"Adam": {"peak_bytes": 5 * 2**20, "state_bytes": None}},
+        "settings": {"Adam": "adam:lr=0.1"},
+    }
+    console = Console(file=io.StringIO(), width=200)
+    race.show(result, console)
+    line = console.file.getvalue().splitlines()[3]
+    assert " ".join(line.split()) == "Adam 30 / 3.0 / 6 / 3 – 5 – adam:lr=0.1"
 
 
 def test_an_unknown_family_is_told(main: Main, capsys: pytest.CaptureFixture[str]) -> None:

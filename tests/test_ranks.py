@@ -37,9 +37,10 @@ def finished(out: Path, *options: str, optimizer: str = SPEC) -> str:
 
 
 def records(out: Path) -> list[dict[str, Any]]:
-    """Those of a run, without the seconds."""
+    """Those of a run, without what differs from one hour to the next."""
     lines = [json.loads(line) for line in (out / "records.jsonl").read_text().splitlines()]
-    return [{key: value for key, value in line.items() if key != "seconds"} for line in lines]
+    measured = ("seconds", "peak_bytes")
+    return [{key: value for key, value in line.items() if key not in measured} for line in lines]
 
 
 def workers(launcher: int) -> Iterator[tuple[int, int]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from typing import Any
 
 import pytest
@@ -183,6 +184,45 @@ def test_values_that_the_optimizer_refuses_are_told() -> None:
     ):
         with pytest.raises(ValueError, match=f"does not work on tiny: .*{what}"):
             Spec.parse(text).start(task, task.make_model(), costs.Unit(60, 1.0))
+
+
+@pytest.mark.parametrize("text", ["muon:lr=0.01", "soap:lr=0.01"])
+def test_products_that_an_optimizer_makes_for_itself_are_in_its_cost(text: str) -> None:
+    spec, task = Spec.parse(text), tiny_task.task()
+    if not spec.is_available:
+        pytest.skip("pytorch-optimizer is not installed")
+    model, (train, _) = task.make_model(), task.load(None)
+    unit = costs.unit(task, model, train)
+    method = spec.start(task, model, unit)
+    steps = [method.update(train.take(slice(0, 60)), 0.0) for _ in range(3)]
+    with FlopCounterMode(display=False) as counter:
+        method.optimizer.step()
+    assert steps[-1].loss < steps[0].loss
+    assert steps[-1].ge == pytest.approx(1 + counter.get_total_flops() / unit.flops)
+
+
+def test_an_optimizer_that_is_not_installed_can_be_read_but_not_started(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    spec, task = Spec.parse("soap:lr=0.01"), tiny_task.task()
+    assert (spec.label, spec.is_available) == ("SOAP, lr 0.01", False)
+    with pytest.raises(ValueError, match=r"soap.* does not work on tiny: it needs pytorch-optimizer"):
+        spec.start(task, task.make_model(), costs.Unit(60, 1.0))
+
+
+def test_the_state_of_an_optimizer_is_weighed() -> None:
+    task = tiny_task.task()
+    model, (train, _) = task.make_model(), task.load(None)
+    weights = [param.numel() for param in model.parameters()]
+    for text, expected in (
+        ("sgd", 0),
+        ("sgd:momentum=0.9", sum(weights)),
+        ("adam", 2 * sum(weights) + len(weights)),
+    ):
+        method = Spec.parse(text).start(task, model, costs.Unit(60, 1.0))
+        method.update(train.take(slice(0, 60)), 0.0)
+        assert method.state_bytes() == 4 * expected
 
 
 def test_the_recipe_is_the_papers_and_options_change_it() -> None:

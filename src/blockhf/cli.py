@@ -167,7 +167,7 @@ def _experiments(app: "typer.Typer", fail: Callable[[Exception], NoReturn]) -> N
 
         if ranks > 1 and not processes.is_one_of_many():
             raise typer.Exit(processes.launch(ranks, restarts, sys.argv[1:]))
-        config = Config(task, preset, optimizer, seed, budget, stop, threads, mesh)
+        config = Config(task, preset, optimizer, seed, budget, stop, threads, mesh=mesh)
         attempt(
             lambda: commands.train(config, out, Console(), resume=resume, data=data, tensorboard=tensorboard)
         )

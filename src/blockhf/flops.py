@@ -29,6 +29,13 @@ def _cubic(factor: float) -> Callable[..., int]:
     return count
 
 
+def _orthogonal_triangular(matrix: Tensor, *_: Any, **__: Any) -> int:
+    """Householder's reflections, and the orthogonal factor out of them."""
+    rows, columns = max(matrix.shape[-2:]), min(matrix.shape[-2:])
+    count = matrix.numel() // max(rows * columns, 1)
+    return int(4 * columns**2 * (rows - columns / 3) * count)
+
+
 def _convolution_backward(gradient: Tensor, inputs: Tensor, weight: Tensor, *rest: Any, **_: Any) -> int:
     """As much as the convolution itself, for each of the two that are asked for."""
     transposed, mask = rest[4], rest[7]
@@ -42,6 +49,7 @@ _FORMULAS: dict[Any, Callable[..., Any]] = {
     _aten.linalg_cholesky_ex: _cubic(1 / 3),
     _aten.cholesky_inverse: _cubic(2 / 3),
     _aten._linalg_eigh: _cubic(9),
+    _aten.linalg_qr: _orthogonal_triangular,
     _aten.cholesky_solve: lambda b, factor, *_, **__: 2 * factor.shape[-1] * b.numel(),
     _aten.linalg_solve_triangular: lambda factor, b, *_, **__: factor.shape[-1] * b.numel(),
     _aten.convolution_backward: _convolution_backward,
@@ -72,7 +80,9 @@ def flops_of_graph(graph: fx.Graph) -> int:
     )
 
 
-class _Counter(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class Counter(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Counts the operations made inside of its ``with``, each time anew and so at a price."""
+
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.flops = 0
@@ -137,7 +147,7 @@ class Meter:
             if (kind, key) in self._known:
                 yield
             else:
-                with _Counter() as counter:
+                with Counter() as counter:
                     yield
                 self._known[kind, key] = counter.flops
         finally:

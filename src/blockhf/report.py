@@ -135,7 +135,7 @@ class StepReport:
 
 
 class Stopwatch:
-    """Measures the phases of a step, one after the other."""
+    """Measures the phases of a step, one after the other; an empty phase tells what is in memory now."""
 
     def __init__(self, device: torch.device, *, memory: bool) -> None:
         self.phases: dict[str, Phase] = {}

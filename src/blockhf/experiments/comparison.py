@@ -20,6 +20,7 @@ AXES: Mapping[str, str] = {"update": "updates", "ge": "gradient-equivalents", "s
 """What curves are drawn against: key of a point to the words for it."""
 
 _FORMAT = 1
+_MEMORY = ("peak_bytes", "state_bytes")
 Point = dict[str, float | None]
 
 
@@ -31,8 +32,8 @@ class Entry:
         optimizer: Its spec.
         seed: Its seed.
         status: How it ended; ``"unfinished"`` if it has not.
-        points: Where it was evaluated: ``update``, ``epoch``, ``ge``, ``seconds`` and the metrics. The last
-            is where it ended.
+        points: Where it was evaluated: ``update``, ``epoch``, ``ge``, ``seconds`` and the metrics, and
+            ``peak_bytes`` and ``state_bytes`` where they were measured. The last is where it ended.
         num_cg: CG iterations of an update, the median, if there are any.
     """
 
@@ -134,7 +135,11 @@ def _entry(folder: Path, config: Mapping[str, Any]) -> Entry | None:
     status = files.read_json(result)["status"] if result.exists() else "unfinished"
     iterations = [sum(record["report"]["cg"]) for record in records if "report" in record]
     points: list[Point] = [
-        {**{key: record[key] for key in ("update", "epoch", "ge", "seconds")}, **record["evaluation"]}
+        {
+            **{key: record[key] for key in ("update", "epoch", "ge", "seconds")},
+            **{key: record[key] for key in _MEMORY if key in record},
+            **record["evaluation"],
+        }
         for record in records
         if "evaluation" in record
     ]
@@ -179,11 +184,22 @@ def first(entry: Entry, key: str, reached: Callable[[float], bool]) -> Point | N
 
 @dataclass(frozen=True)
 class Cost:
-    """What an optimizer spent, the median over its seeds; none where most did not get there."""
+    """What an optimizer spent, the median over its seeds; none where most did not get there.
+
+    Attributes:
+        update: Updates.
+        ge: Gradient-equivalents.
+        seconds: Seconds in updates.
+        peak_bytes: The most memory that an update had until then, beyond what was there before the run; none
+            also where it was not measured.
+        state_bytes: What the optimizer keeps from one update to the next, likewise.
+    """
 
     update: float | None
     ge: float | None
     seconds: float | None
+    peak_bytes: float | None = None
+    state_bytes: float | None = None
 
 
 def reached(comparison: Comparison, entries: Sequence[Entry], target: float) -> Cost:
@@ -199,7 +215,16 @@ def reached(comparison: Comparison, entries: Sequence[Entry], target: float) -> 
 def cost(entries: Sequence[Entry], key: str, is_good: Callable[[float], bool]) -> Cost:
     """What runs spent until a metric was good enough."""
     points = [first(entry, key, is_good) for entry in entries]
-    return Cost(*(_median([None if point is None else point[axis] for point in points]) for axis in AXES))
+    return _cost(points)
+
+
+def _cost(points: Sequence[Point | None]) -> Cost:
+    return Cost(
+        *(
+            _median([None if point is None else point.get(key) for point in points])
+            for key in (*AXES, *_MEMORY)
+        )
+    )
 
 
 def _median(values: Sequence[float | None]) -> float | None:
@@ -246,7 +271,7 @@ def summaries(comparison: Comparison) -> list[Summary]:
                 spec,
                 len(entries),
                 sorted({entry.status for entry in entries}),
-                Cost(*(_median([end[axis] for end in ends]) for axis in AXES)),
+                _cost(ends),
                 train=_median([end["train_loss"] for end in ends]),
                 best=_median([best(values) if values else None for values in tests]),
                 targets=[reached(comparison, entries, target) for target in comparison.settings["targets"]],

@@ -160,7 +160,8 @@ def looks(compared: Comparison) -> dict[str, tuple[str, Dashes]]:
     colors: dict[str, int] = {}
     for spec in specs:
         colors.setdefault(_color_key(spec), len(colors))
-    dashes = itertools.cycle(_DASHES[2:])
+    # Where colors come again, dashes are the other way round.
+    dashes = itertools.cycle((*_DASHES[2:] * (len(_PALETTE) // 2), *_DASHES[:1:-1] * (len(_PALETTE) // 2)))
     return {
         spec.label: (
             _PALETTE[colors[_color_key(spec)] % len(_PALETTE)],
@@ -187,7 +188,8 @@ def draw(compared: Comparison, axis: str) -> Figure:
 
 def grid(rows: Sequence[Sequence[tuple[Panel, dict[str, tuple[str, Dashes]]]]], title: str = "") -> Figure:
     """Panels in rows, each with the looks of its comparison."""
-    figure = Figure(figsize=(5.2 * len(rows[0]), 3.8 * len(rows)), dpi=120, layout="constrained")
+    height = sum(3.8 + max(_below(panel) for panel, _ in row) for row in rows)
+    figure = Figure(figsize=(5.2 * len(rows[0]), height), dpi=120, layout="constrained")
     for row, places in zip(rows, figure.subplots(len(rows), len(rows[0]), squeeze=False), strict=True):
         for (panel, own), axes in zip(row, places, strict=True):
             _draw(panel, axes, own)
@@ -198,9 +200,14 @@ def grid(rows: Sequence[Sequence[tuple[Panel, dict[str, tuple[str, Dashes]]]]], 
 
 def draw_alone(compared: Comparison, panel: Panel) -> Figure:
     """One panel, narrow enough for a phone."""
-    figure = Figure(figsize=(4.5, 3.5), layout="constrained")
+    figure = Figure(figsize=(4.5, 3.5 + _below(panel)), layout="constrained")
     _draw(panel, figure.subplots(), looks(compared))
     return figure
+
+
+def _below(panel: Panel) -> float:
+    """Inches for the legend below a panel that has no room for it among its curves."""
+    return 0.17 * len(panel.curves) if len(panel.curves) > 6 else 0.0
 
 
 def _draw(panel: Panel, axes: Axes, looks: dict[str, Any]) -> None:
@@ -230,7 +237,10 @@ def _draw(panel: Panel, axes: Axes, looks: dict[str, Any]) -> None:
     axes.grid(color=_FAINT, linewidth=0.6)
     axes.spines[["top", "right"]].set_visible(False)
     if panel.curves:
-        axes.legend(fontsize=8, handlelength=3, framealpha=0.0)
+        beside: dict[str, Any] = (
+            {"loc": "upper left", "bbox_to_anchor": (0.0, -0.18)} if _below(panel) else {}
+        )
+        axes.legend(fontsize=8, handlelength=3, framealpha=0.0, **beside)
 
 
 # Plans

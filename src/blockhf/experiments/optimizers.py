@@ -5,6 +5,8 @@ A spec is a name and, after a colon, options with commas between them::
     adam:lr=1e-3,batch=600          any optimizer of torch.optim
     sgd:lr=0.1,momentum=0.9,schedule=cosine
     adamw:betas=0.9/0.95            a slash for pairs
+    muon:lr=1e-3                    Muon for matrices, AdamW for the rest
+    soap:lr=3e-3                    of pytorch-optimizer, where that is installed
     block-hf:curvature=1200         the paper's recipe with the task's settings and blocks
     hf:curvature=1200               the same with one block
     blockhf:lr=1,blocks=layer       BlockHF as it comes, with the task's blocks or others
@@ -18,6 +20,8 @@ All others go to the optimizer. For ``blockhf`` a policy is named by its class, 
 from __future__ import annotations
 
 import ast
+import importlib
+import importlib.util
 import inspect
 import math
 from collections.abc import Callable, Mapping
@@ -29,19 +33,29 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 import blockhf
-from blockhf import AllSamples, BlockHF, ByCoefficient, Identity, Precondition, Subspace, blocks
+from blockhf import AllSamples, BlockHF, ByCoefficient, Identity, Precondition, Subspace, blocks, flops
 from blockhf.blocks import Group
 from blockhf.experiments.costs import Unit
+from blockhf.experiments.muon import Muon
 from blockhf.experiments.ranks import ALONE, Ranks
 from blockhf.experiments.tasks import Batch, Task
 from blockhf.report import StepReport
 
 FIRST_ORDER: Mapping[str, Callable[..., Optimizer]] = {
-    name.lower(): kind
-    for name, kind in vars(torch.optim).items()
-    if isinstance(kind, type) and issubclass(kind, Optimizer) and kind is not Optimizer
+    **{
+        name.lower(): kind
+        for name, kind in vars(torch.optim).items()
+        if isinstance(kind, type) and issubclass(kind, Optimizer) and kind is not Optimizer
+    },
+    "muon": Muon,
 }
-"""The optimizers of torch, by their names in small letters."""
+"""The optimizers of torch, by their names in small letters. Muon is our own: torch's takes matrices alone."""
+
+OPTIONAL: Mapping[str, str] = {"soap": "SOAP"}
+"""Optimizers of the package pytorch-optimizer, by our name and by its. Without it their runs can be read."""
+
+MULTIPLY = ("muon", *OPTIONAL)
+"""Optimizers whose own products and factorizations of matrices are no small part of their cost."""
 
 SECOND_ORDER = ("block-hf", "hf", "blockhf")
 
@@ -77,10 +91,9 @@ class Spec:
     options: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        if self.name not in SECOND_ORDER and self.name not in FIRST_ORDER:
-            raise ValueError(
-                f"There is no optimizer {self.name!r}. There are {', '.join((*SECOND_ORDER, *FIRST_ORDER))}."
-            )
+        names = (*SECOND_ORDER, *FIRST_ORDER, *OPTIONAL)
+        if self.name not in names:
+            raise ValueError(f"There is no optimizer {self.name!r}. There are {', '.join(names)}.")
         batch = self.options.get("batch", 1)
         if not isinstance(batch, int) or batch < 1:
             raise ValueError(f"batch of {self.name} is {batch!r}, but must be a whole number of at least 1.")
@@ -98,6 +111,8 @@ class Spec:
                 f"without of {self.name} is {self.options['without']!r}, but must be one of "
                 f"{', '.join(WITHOUT)}."
             )
+        if not self.is_available:
+            return
         known = self._known()
         if unknown := [key for key in self.options if key not in known]:
             raise ValueError(
@@ -131,10 +146,15 @@ class Spec:
         return self.name in SECOND_ORDER
 
     @property
+    def is_available(self) -> bool:
+        """Whether what it needs is installed."""
+        return self.name not in OPTIONAL or importlib.util.find_spec("pytorch_optimizer") is not None
+
+    @property
     def kind(self) -> str:
         """Its name for people."""
-        names = {"block-hf": "block HF", "hf": "HF", "blockhf": "BlockHF"}
-        return names[self.name] if self.is_second_order else FIRST_ORDER[self.name].__name__
+        names = {"block-hf": "block HF", "hf": "HF", "blockhf": "BlockHF", **OPTIONAL}
+        return names[self.name] if self.name in names else FIRST_ORDER[self.name].__name__
 
     @property
     def label(self) -> str:
@@ -165,8 +185,7 @@ class Spec:
             if self.is_second_order:
                 second = self._second_order(task, model, {**rest, "mesh": ranks.mesh})
                 return Method(self, task, model, unit, second, ranks)
-            kind = FIRST_ORDER[self.name]
-            return Method(self, task, model, unit, kind(list(model.parameters()), **rest), ranks)
+            return Method(self, task, model, unit, self._class()(list(model.parameters()), **rest), ranks)
         except (TypeError, ValueError) as error:
             raise ValueError(f"{self} does not work on {task.name}: {error}") from error
 
@@ -183,10 +202,20 @@ class Spec:
             return BlockHF(partition(model), **{**common, **rest})
         return BlockHF.paper(partition(model), **{**common, **task.recipe, **rest})
 
+    def _class(self) -> Callable[..., Optimizer]:
+        if not self.is_available:
+            raise ValueError("it needs pytorch-optimizer. Install it with pip install 'blockhf[peers]'.")
+        if self.name in OPTIONAL:
+            found: Callable[..., Optimizer] = getattr(
+                importlib.import_module("pytorch_optimizer"), OPTIONAL[self.name]
+            )
+            return found
+        return FIRST_ORDER[self.name]
+
     def _known(self) -> list[str]:
-        kind = BlockHF if self.is_second_order else FIRST_ORDER[self.name]
+        kind = BlockHF if self.is_second_order else self._class()
         ours = _OURS_SECOND if self.is_second_order else _OURS
-        hidden = (*ours, "params", "curvature_batch_size", "mesh")
+        hidden = (*ours, "params", "curvature_batch_size", "mesh", "kwargs")
         return [*ours, *(key for key in inspect.signature(kind).parameters if key not in hidden)]
 
 
@@ -216,6 +245,7 @@ class Method:
         self._unit = unit
         self._objective = task.objective(model)
         self._decays = "schedule" in spec.options
+        self._multiplies = spec.name in MULTIPLY
         for group in optimizer.param_groups:
             group["initial_lr"] = group["lr"]
 
@@ -239,9 +269,27 @@ class Method:
             loss.backward()  # type: ignore[no-untyped-call]
             return self._ranks.average(self._params, loss.detach(), len(batch[0]))
 
+        if self._multiplies:
+            loss = closure()
+            with flops.Counter() as counter:
+                self.optimizer.step()
+            ge = self._unit.of_samples(len(batch[0])) + counter.flops / self._unit.flops
+            return Step(float(loss), ge)
         # LBFGS asks for several gradients in a step; the others for one.
         loss = self.optimizer.step(closure)  # type: ignore[arg-type, assignment]
         return Step(float(loss), num_gradients * self._unit.of_samples(len(batch[0])))
+
+    def state_bytes(self) -> int:
+        """Bytes of the tensors that the optimizer keeps from one update to the next."""
+        return _bytes(self.optimizer.state_dict())
+
+
+def _bytes(value: Any) -> int:
+    if isinstance(value, Tensor):
+        return value.nbytes
+    if isinstance(value, Mapping):
+        return sum(map(_bytes, value.values()))
+    return sum(map(_bytes, value)) if isinstance(value, (list, tuple)) else 0
 
 
 def _value(text: str) -> Any:

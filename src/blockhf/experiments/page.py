@@ -49,7 +49,8 @@ def page(compared: Comparison) -> bytes:
         '<p class="note">Under a target: updates / GE / seconds. Medians over the seeds; – where most of '
         "them did not get there. Seconds are those of the updates alone. One GE is one gradient on "
         f"{compared.settings['large_batch']:,} samples; products, forward passes and evaluations that an "
-        "optimizer makes for itself are counted in that unit.</p>",
+        "optimizer makes for itself are counted in that unit. The peak of memory is that of an update beyond "
+        "what was in use before the run; of it the optimizer keeps a part from update to update.</p>",
     ]
     for axis, words in AXES.items():
         parts += [f"<h2>Against {escape(words)}</h2>", _panels(compared, axis)]
@@ -77,6 +78,8 @@ def headings(compared: Comparison) -> list[str]:
         "updates",
         "GE",
         "seconds",
+        "peak MiB",
+        "kept MiB",
         "train loss" if is_accuracy else "train error",
         f"best {test}",
         *(f"{test} {sign} {target:g}" for target in compared.settings["targets"]),
@@ -89,6 +92,7 @@ def cells(line: Summary) -> list[str]:
     return [
         line.spec.label,
         *map(number, (line.total.update, line.total.ge, line.total.seconds)),
+        *map(mebibytes, (line.total.peak_bytes, line.total.state_bytes)),
         number(line.train),
         number(line.best),
         *(
@@ -110,6 +114,11 @@ def number(value: float | None) -> str:
     if value is None:
         return "–"
     return f"{value:.0f}" if abs(value) >= 100 else f"{value:.3g}"
+
+
+def mebibytes(size: float | None) -> str:
+    """Bytes in the unit of the tables."""
+    return number(None if size is None else size / 2**20)
 
 
 def _results(compared: Comparison, lines: Sequence[Summary]) -> str:

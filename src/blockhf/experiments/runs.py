@@ -15,7 +15,9 @@ last bit but for the seconds. The order of the samples is a function of seed and
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import datetime
+import gc
 import io
 import json
 import math
@@ -39,7 +41,7 @@ from blockhf.experiments import costs, files, tasks
 from blockhf.experiments.optimizers import Spec
 from blockhf.experiments.ranks import ALONE, Ranks
 from blockhf.experiments.tasks import Samples, Task
-from blockhf.report import StepReport
+from blockhf.report import StepReport, Stopwatch
 
 try:
     import fcntl
@@ -52,6 +54,7 @@ Record = dict[str, Any]
 
 STOPS = ("budget", "worse", "targets")
 _FORMAT = 1
+_DEVICE = torch.device("cpu")
 _BUDGET = re.compile(r"(\d+(?:\.\d+)?(?:e[+-]?\d+)?)\s*(updates?|epochs?|ge|s|seconds?)", re.IGNORECASE)
 _KINDS: dict[str, Kind] = {"u": "updates", "e": "epochs", "g": "ge", "s": "s"}
 
@@ -101,6 +104,7 @@ class Config:
             than its best for five evaluations and half as many updates again; ``"targets"`` where the
             last of the task's targets is reached.
         threads: Threads of torch. They change the last bits, so a resumed run has the same.
+        growth: By which factor updates grow until the next evaluation; zero for the task's own.
         mesh: That of the processes that share the work, ``BLOCKxDATA``, if there are several.
     """
 
@@ -111,6 +115,7 @@ class Config:
     budget: str = ""
     stop: str = ""
     threads: int = 0
+    growth: float = 0.0
     mesh: str | None = None
 
     def complete(self) -> Config:
@@ -123,6 +128,8 @@ class Config:
         stop = self.stop or task.stop
         if stop not in STOPS:
             raise ValueError(f"stop is {stop!r}, but must be one of {', '.join(STOPS)}.")
+        if self.growth and self.growth <= 1:
+            raise ValueError(f"growth is {self.growth}, but must be above 1, or zero for the task's own.")
         if self.seed < 0:
             raise ValueError(f"seed is {self.seed}, but must be at least 0.")
         return replace(
@@ -131,6 +138,7 @@ class Config:
             budget=str(Budget.parse(self.budget or task.budget)),
             stop=stop,
             threads=self.threads or torch.get_num_threads(),
+            growth=self.growth or task.growth,
         )
 
 
@@ -139,11 +147,15 @@ class Progress:
     """Where a run is: updates so far, their cost in GE, and the seconds that they took.
 
     The seconds of a run with one thread are the processor's, and not those in which it had to wait.
+
+    ``peak_bytes`` is the most memory that an update had beyond what was in use before the model was made;
+    none where the machine does not tell.
     """
 
     update: int = 0
     ge: float = 0.0
     seconds: float = 0.0
+    peak_bytes: int | None = None
 
 
 @dataclass(frozen=True)
@@ -181,7 +193,7 @@ class Run:
         self.ranks = ranks
         self.config = config = replace(config.complete(), mesh=ranks.shape)
         self.folder = folder
-        self.task: Task = tasks.get(config.task, config.preset)
+        self.task: Task = replace(tasks.get(config.task, config.preset), growth=config.growth)
         self.spec = Spec.parse(config.optimizer)
         self.budget = Budget.parse(config.budget)
         self.train, self.test = data
@@ -218,7 +230,8 @@ class Run:
                 raise ValueError(f"Another process is at work on {self.folder}. Wait for it.") from None
 
     def _claim(self, resume: bool) -> None:
-        wanted = {"format": _FORMAT, **asdict(self.config), "settings": self.task.settings()}
+        asked = {key: value for key, value in asdict(self.config).items() if key != "growth"}
+        wanted = {"format": _FORMAT, **asked, "settings": self.task.settings()}  # which have the growth
         config = self.folder / "config.json"
         if config.exists():
             if not resume:
@@ -232,6 +245,7 @@ class Run:
     def _begin(self) -> None:
         torch.set_num_threads(self.config.threads)
         torch.manual_seed(self.config.seed)
+        self._bytes_before = _bytes_in_use()
         self.model: nn.Module = self.task.make_model()
         self.averaged: AveragedModel | None = None
         if self.task.averaging is not None:
@@ -312,14 +326,19 @@ class Run:
     def advance(self) -> Record:
         """Make an update and record it; ``status`` is set if it was the last."""
         batch = self.ranks.share(self._batch())
-        before = self._clock()
-        step = self.method.update(batch, self.spent)
-        spent = self.ranks.numbers([step.ge, self._clock() - before])
-        ge, seconds = sum(own for own, _ in spent), max(own for _, own in spent)
+        watch = Stopwatch(_DEVICE, memory=True)
+        with watch.phase("update"):
+            before = self._clock()
+            step = self.method.update(batch, self.spent)
+            seconds = self._clock() - before
+        spent = self.ranks.numbers([step.ge, seconds])
         if self.averaged is not None:
             self.averaged.update_parameters(self.model)
         self.progress = Progress(
-            self.progress.update + 1, self.progress.ge + ge, self.progress.seconds + seconds
+            self.progress.update + 1,
+            self.progress.ge + sum(ge for ge, _ in spent),
+            self.progress.seconds + max(seconds for _, seconds in spent),
+            self._peak(watch.phases["update"].peak_bytes),
         )
         record = {**self._place(), "loss": step.loss}
         if step.report is not None:
@@ -337,6 +356,12 @@ class Run:
             if self.ranks.leads:
                 self._write_result(record)
         return record
+
+    def _peak(self, now: int | None) -> int | None:
+        """The most memory so far, after an update that had this much."""
+        if now is None or self._bytes_before is None:
+            return self.progress.peak_bytes
+        return max(self.progress.peak_bytes or 0, now - self._bytes_before)
 
     def save(self) -> None:
         """Replace the checkpoint by one of this moment."""
@@ -381,7 +406,9 @@ class Run:
         return {
             "evaluation": {
                 f"{part}_{key}": value for part, found in parts.items() for key, value in found.items()
-            }
+            },
+            "peak_bytes": self.progress.peak_bytes,
+            "state_bytes": self.method.state_bytes(),
         }
 
     def _judge(self, evaluation: dict[str, float]) -> None:
@@ -452,6 +479,17 @@ def train(
             last = time.monotonic()
         watch(run.advance())
     return run.status
+
+
+def _bytes_in_use() -> int | None:
+    """What the process has in memory, after what earlier runs in it have freed is given back."""
+    gc.collect()
+    with contextlib.suppress(OSError, AttributeError):  # glibc alone has it
+        ctypes.CDLL(None).malloc_trim(0)
+    watch = Stopwatch(_DEVICE, memory=True)
+    with watch.phase("nothing"):
+        pass
+    return watch.phases["nothing"].peak_bytes
 
 
 def updates_per_epoch(spec: Spec, task: Task, samples: Samples) -> int:
