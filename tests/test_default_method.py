@@ -207,3 +207,24 @@ def test_held_out_samples_are_neither_in_the_gradient_nor_in_the_curvature() -> 
         first = calls.index(held_out)
         assert first > 0
         assert all(call == held_out for call in calls[first:])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", [0, 1, 2])
+@pytest.mark.parametrize("name", ["autoencoder", "lstm", "cnn"])
+def test_the_same_defaults_diverge_on_none_of_the_tasks(name: str, seed: int) -> None:
+    from blockhf.experiments import runs, tasks
+
+    task = tasks.get(name, "quick")
+    train, test = task.load(None)
+    torch.manual_seed(seed)
+    model = task.make_model()
+    optimizer = BlockHF(task.make_blocks(model))
+    first = best = tasks.evaluate(task, model, test)["loss"]
+    for update in range(25):
+        order = runs.order(len(train), seed, update)
+        optimizer.step(task.objective(model), train.take(order[: task.race_batch]))
+        loss = tasks.evaluate(task, model, test)["loss"]
+        best = min(best, loss)
+        assert loss < 1.2 * best  # of samples that no step has seen
+    assert best < 0.8 * first
