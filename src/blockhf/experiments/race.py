@@ -55,7 +55,7 @@ def families(task: Task) -> dict[str, list[str]]:
         "blockhf": [f"blockhf:{own}"],
         "K-FAC": [
             f"blockhf:{own},solver=Precondition,damping={damping}"
-            for damping in ("ByCoefficient", "1e-4", "3e-4", "1e-3", "3e-3", "1e-2", "3e-2", "1e-1")
+            for damping in ("ByCoefficient", "1e-5", "3e-5", "1e-4", "3e-4", "1e-3", "3e-3", "1e-2")
         ],
         "Adam": grid("adam"),
         "Adam, cosine": grid("adam:schedule=cosine"),
