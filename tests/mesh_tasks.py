@@ -210,6 +210,29 @@ def on_the_move() -> dict[str, Any]:
     return found
 
 
+def frozen_and_given() -> dict[str, Any]:
+    """A block is frozen, and thawed again; then curvature samples of their own are given."""
+    mesh = blockhf.mesh(2, 1)
+    rank = dist.get_rank()
+    model, objective_for, batch = make()
+    optimizer = paper(blocks.by_layer(model), mesh=mesh)
+    half = NUM_SAMPLES // 2
+    own = tuple(tensor[rank * half : (rank + 1) * half] for tensor in batch)
+    follow(optimizer, model, objective_for("mean"), own, tuple(tensor[: 8 + 4 * rank] for tensor in own))
+    return {"parameters": flat(list(model.parameters())), "state": optimizer.state_dict()["state"]}
+
+
+def follow(optimizer: BlockHF, model: Any, objective: Any, batch: Any, curvature: Any) -> None:
+    optimizer.step(objective, batch)
+    for param in model[0].parameters():
+        param.requires_grad_(False)
+    optimizer.step(objective, batch)
+    for param in model[0].parameters():
+        param.requires_grad_(True)
+    for _ in range(2):
+        optimizer.step(objective, batch, curvature)
+
+
 def states(folder: str) -> dict[str, Any]:
     """Steps, a saved state, further steps; and what is kept here and what is gathered."""
     import torch.distributed.checkpoint as dcp
@@ -263,6 +286,8 @@ def differences() -> dict[str, str]:
     )
     attempt("blocks", lambda: paper(groups()[: 3 - rank], mesh=mesh))
     attempt("shape", lambda: paper(blocks.by_layer(nn.Linear(3 + rank, 2)), mesh=mesh))
+    kind = torch.float64 if rank else torch.float32
+    attempt("dtype", lambda: paper(blocks.by_layer(nn.Linear(3, 2).to(kind)), mesh=mesh))
     attempt("gauss-seidel", lambda: BlockHF(groups(), solver=blockhf.GaussSeidel(), mesh=mesh))
 
     model, objective_for, batch = make()
@@ -270,6 +295,11 @@ def differences() -> dict[str, str]:
     attempt("no batch", lambda: optimizer.step(lambda: objective_for("mean")(batch)))
     wide = (batch[0].float() if rank else batch[0], batch[1])
     attempt("samples", lambda: optimizer.step(objective_for("mean"), wide))
+    given = {"curvature": batch} if rank else {}
+    attempt("curvature", lambda: optimizer.step(objective_for("mean"), batch, **given))
+    model[0].weight.requires_grad_(rank == 0)
+    attempt("frozen", lambda: optimizer.step(objective_for("mean"), batch))
+    model[0].weight.requires_grad_(True)
     optimizer.param_groups[rank]["lr"] = 0.05
     attempt("an edit", lambda: optimizer.step(objective_for("mean"), batch))
     return found

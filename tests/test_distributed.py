@@ -23,7 +23,6 @@ from blockhf.distributed import (
     estimated_costs,
     merged,
     share_out,
-    without,
 )
 from mesh_tasks import METHODS, NUM_SAMPLES, flat, in_one_process, make
 
@@ -166,6 +165,35 @@ def test_a_saved_state_loads_anywhere(tmp_path: Path) -> None:
         assert float(difference.norm()) < 1e-6 * float(found[0]["parameters"].norm())
 
 
+def test_blocks_are_frozen_and_curvature_is_given_as_in_one_process(tmp_path: Path) -> None:
+    found = ranks.run(2, "mesh_tasks:frozen_and_given", tmp_path)
+    model, objective_for, batch = make()
+    optimizer = mesh_tasks.paper(blocks.by_layer(model))
+    half = NUM_SAMPLES // 2
+    order = [*range(12), *range(half, half + 12), *range(12, half), *range(half + 12, NUM_SAMPLES)]
+    curvature = [*range(8), *range(half, half + 12)]
+    arranged, given = (tuple(tensor[index] for tensor in batch) for index in (order, curvature))
+    mesh_tasks.follow(optimizer, model, objective_for("mean"), arranged, given)
+    expected = flat(list(model.parameters()))
+    for own in found:
+        assert float((own["parameters"] - expected).norm()) < 1e-6 * float(expected.norm())
+        for index, state in optimizer.state_dict()["state"].items():
+            assert own["state"][index]["step"] == state["step"]
+            torch.testing.assert_close(
+                own["state"][index]["direction"], state["direction"], rtol=1e-6, atol=1e-9
+            )
+
+
+def test_a_preconditioner_forgets_the_blocks_of_others() -> None:
+    model, objective_for, batch = make()
+    for name, kind in (("default", "factors"), ("signed", "averages"), ("nystrom", "sketches")):
+        optimizer = METHODS[name](blocks.by_layer(model))
+        optimizer.step(objective_for("mean"), batch)
+        preconditioner: Any = optimizer.preconditioner
+        preconditioner.forget({"0", "4"})
+        assert {key.split("/")[0] for key in preconditioner.state_dict()[kind]} == {"2"}
+
+
 def test_ranks_that_do_not_do_the_same_are_told_in_what(tmp_path: Path) -> None:
     found = ranks.run(2, "mesh_tasks:differences", tmp_path)
     assert found[0] == found[1]
@@ -173,10 +201,13 @@ def test_ranks_that_do_not_do_the_same_are_told_in_what(tmp_path: Path) -> None:
         "damping": "damping of block '0' is 0.1 on rank 0 and 1.1 on rank 1",
         "solver": "solver is 'Cholesky(",
         "blocks": "the blocks is ['0', '2', '4'] on rank 0 and ['0', '2'] on rank 1",
-        "shape": "the shapes of block '(root)' is [(2, 3), (2,)] on rank 0 and [(2, 4), (2,)] on rank 1",
+        "shape": "the parameters of block '(root)' is [((2, 3), 'torch.float32', True)",
+        "dtype": "'torch.float64', True), ((2,), 'torch.float64', True)] on rank 1",
         "gauss-seidel": "Use a mesh with block=1",
         "no batch": "pass them to step() as the batch",
-        "samples": "the shape of a sample is [('torch.float64', (6,))",
+        "samples": "the kind of a sample is [('torch.float64', (6,))",
+        "curvature": "the kind of a sample is [('torch.float64', (6,)), ('torch.int64', ())] on rank 0 and [",
+        "frozen": "the parameters of block '0' is",
         "an edit": "lr of block '0' is 0.05 on rank 0 and 0.1 on rank 1",
     }
     assert found[0].keys() == expected.keys()
@@ -277,7 +308,8 @@ def test_states_are_merged_and_cut() -> None:
     states = [{"n": 1, "own": {"a/0": 1}, "list": [1]}, {"n": 1, "own": {"b/0": 2}, "list": [1]}]
     whole = merged(states)
     assert whole == {"n": 1, "own": {"a/0": 1, "b/0": 2}, "list": [1]}
-    assert without(whole, {"b"}) == states[0]
+    steps = merged([{"steps": 0}, {"steps": 3}])  # a rank whose blocks were formed has made none
+    assert steps == {"steps": 3}
 
 
 def test_a_mesh_must_have_as_many_ranks_as_there_are_processes(monkeypatch: pytest.MonkeyPatch) -> None:

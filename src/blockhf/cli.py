@@ -165,9 +165,13 @@ def _experiments(app: "typer.Typer", fail: Callable[[Exception], NoReturn]) -> N
         from blockhf.experiments import ranks as processes
         from blockhf.experiments.runs import Config
 
-        if ranks > 1 and not processes.is_one_of_many():
-            raise typer.Exit(processes.launch(ranks, restarts, sys.argv[1:]))
         config = Config(task, preset, optimizer, seed, budget, stop, threads, mesh=mesh)
+        if ranks > 1 and not processes.is_one_of_many():
+            try:
+                commands.refuse_old_run(config, out, resume=resume)
+            except ValueError as error:
+                fail(error)
+            raise typer.Exit(processes.launch(ranks, restarts, sys.argv[1:]))
         attempt(
             lambda: commands.train(config, out, Console(), resume=resume, data=data, tensorboard=tensorboard)
         )

@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from blockhf.blocks import Block, check_block
 from blockhf.curvature import Auto, Curvature, GaussNewton, Products
 from blockhf.damping import ByCoefficient, Constant, DampingRule, LevenbergMarquardt, Outcome
-from blockhf.distributed import Crew, Summed, share_out, without
+from blockhf.distributed import Crew, Summed, share_out
 from blockhf.flops import Meter
 from blockhf.objective import Objective, Problem, Reduction, Share, batch_size, take
 from blockhf.operators import BlockMatrix, Counted, Damped, DiagonalBlock
@@ -307,8 +307,11 @@ class BlockHF(Optimizer):
 
         # 2. The curvature on a part of it, ready for products.
         with watch.phase("curvature"):
+            uses_curvature = getattr(self.search, "uses_curvature", False) and problem.held_out_batch is None
             own, mine = problem, list(range(len(problem.blocks)))
             if self._crew is not None:
+                if not uses_curvature:
+                    problem.release()  # of the gradient's graph, which curvature could have shared
                 own, mine = self._crew.own(problem, self._counts)
             groups = [found.groups[index] for index in mine]
             max_steps = [self._max_steps(*pair) for pair in zip(groups, own.blocks, strict=True)]
@@ -369,7 +372,7 @@ class BlockHF(Optimizer):
                 return found.failed("no block has a direction of positive curvature")
             if own is not problem:
                 own.release()
-            if not getattr(self.search, "uses_curvature", False) or problem.held_out_batch is not None:
+            if not uses_curvature:
                 problem.release()
         return found
 
@@ -531,8 +534,8 @@ class BlockHF(Optimizer):
         """What must be the same on all ranks."""
         found: dict[str, Any] = {"the blocks": [group["name"] for group in self.param_groups]}
         for group in self.param_groups:
-            shapes = [tuple(param.shape) for param in group["params"]]
-            found[f"the shapes of block {group['name']!r}"] = shapes
+            kinds = [(tuple(p.shape), str(p.dtype), p.requires_grad) for p in group["params"]]
+            found[f"the parameters of block {group['name']!r}"] = kinds
             found |= {f"{name} of block {group['name']!r}": group.get(name) for name in self.defaults}
         found |= {name: getattr(self, name) for name in _SETTINGS}
         found |= {name: _described(policy) for name, policy in self._policies()}
@@ -543,14 +546,14 @@ class BlockHF(Optimizer):
         own = [batch_size(batch), 0 if curvature is None else batch_size(curvature)]
         if self._crew is None:
             return [own[0]], [own[1]]
-        description = {**self._description(), "that curvature is given": curvature is not None}
-        met = self._crew.meet(own, batch, description, blocks, self._move)
+        met = self._crew.meet(own, (batch, curvature), self._description(), blocks, self._move)
         return [number for number, _ in met], [number for _, number in met]
 
     def _move(self, change_owners: Callable[[], None]) -> None:
-        state = self.state_dict()
+        state, groups = self.state_dict(), self.param_groups
         change_owners()
         self.load_state_dict(state)
+        self.param_groups = groups  # torch puts copies in place, and whoever holds a group would edit the old
 
     def _owns(self, name: str) -> bool:
         return self._crew is None or self._crew.owns(name)
@@ -640,12 +643,17 @@ class BlockHF(Optimizer):
 
         On a mesh all ranks have to call it; each gets the state of all blocks, which loads anywhere.
         """
+        state = self.own_state()
+        if self._crew is not None:
+            state |= self._crew.gathered({name: state[name] for name in ("state", "policies")})
+        return state
+
+    def own_state(self) -> dict[str, Any]:
+        """What this process keeps of ``state_dict()``; no other process is asked."""
         state = super().state_dict()
         state["policies"] = {
             name: policy.state_dict() for name, policy in self._policies() if hasattr(policy, "state_dict")
         }
-        if self._crew is not None:
-            state |= self._crew.gathered({name: state[name] for name in ("state", "policies")})
         return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -659,11 +667,11 @@ class BlockHF(Optimizer):
             for param in group["params"]:
                 if param in self.state:
                     self.state[param].pop("direction", None)
-        if "preconditioner" in saved:
-            saved["preconditioner"] = without(saved["preconditioner"], {group["name"] for group in foreign})
         for name, policy in self._policies():
             if hasattr(policy, "load_state_dict") and name in saved:
                 policy.load_state_dict(saved[name])
+        if foreign and hasattr(self.preconditioner, "forget"):
+            self.preconditioner.forget({group["name"] for group in foreign})
 
     def __getstate__(self) -> dict[str, Any]:
         if self._crew is not None:

@@ -83,7 +83,7 @@ class Formed:
         blocks = [problem.blocks[index] for index in indices]
         totals = [block.params[0].new_zeros(block.size, block.size) for block in blocks]
         for part in problem.curvature_parts():
-            with problem.meter.counting("forming", part.shapes, tuple(indices)):
+            with problem.meter.counting("forming", part.shapes, tuple((b.name, b.size) for b in blocks)):
                 self._add(problem, part, blocks, totals)
         self._check(curvature, problem, indices, totals)
         return totals

@@ -94,14 +94,15 @@ class _Maker:
         sizes: dict[int, int] = {}
         with _measured(sizes) if self.measure else contextlib.nullcontext():
             evaluation = self.problem.linearizable(self.part)
-            with self.problem.meter.counting("linearization", self.part.shapes):
+            names = tuple((block.name, block.size) for block in self.problem.blocks)
+            with self.problem.meter.counting("linearization", self.part.shapes, names):
                 if self._draws is None:
                     self._draws = RandomState(self.problem.devices)
                     matrix = self.curvature.at(evaluation, self.problem.blocks)
                 else:
                     with self._draws.replayed():
                         matrix = self.curvature.at(evaluation, self.problem.blocks)
-        return _Measured(matrix, sum(sizes.values()), self.problem.meter, self.part.shapes)
+        return _Measured(matrix, sum(sizes.values()), self.problem.meter, (self.part.shapes, names))
 
 
 @dataclass(frozen=True, eq=False)

@@ -1,6 +1,6 @@
 """Block-diagonal Hessian-free optimization by many processes: a ``DeviceMesh`` of ``block`` x ``data``."""
 
-from blockhf.distributed.crew import Crew, Summed, merged, without
+from blockhf.distributed.crew import Crew, Summed, merged
 from blockhf.distributed.placement import (
     Ownership,
     Placement,
@@ -25,5 +25,4 @@ __all__ = [
     "merged",
     "mesh",
     "share_out",
-    "without",
 ]

@@ -9,8 +9,9 @@ with different ones share nothing while they solve. In an update
 - each product is added up along ``data``; with one rank there, nothing is sent while CG is at work,
 - the directions are gathered along ``block``.
 
-What all ranks decide by is the same on all of them to the last bit: it was gathered or reduced, and not
-computed twice.
+What all ranks decide by is the same on all of them to the last bit: it was gathered or reduced. Along
+``data`` each rank of a row makes CG by itself, from the same sums. So that it is the same there too, ranks
+must have as many threads and the same kind of processor.
 """
 
 from __future__ import annotations
@@ -54,7 +55,8 @@ class Crew:
 
     def owns(self, name: str) -> bool:
         """Whether a block is solved here."""
-        return self.ownership.owners.get(name) == self.team.block
+        # One without an owner, as it is frozen or new, has its state everywhere until it is placed.
+        return self.ownership.owners.get(name, self.team.block) == self.team.block
 
     def join(self, description: Mapping[str, Any], blocks: Sequence[Block], params: Sequence[Tensor]) -> None:
         """Make sure that all ranks do the same, from rank 0's parameters.
@@ -62,7 +64,12 @@ class Crew:
         Raises:
             ValueError: They differ; the message says in what.
         """
-        self._agree({"the version of torch": torch.__version__, **description})
+        here = {
+            "the version of torch": torch.__version__,
+            "the number of threads": torch.get_num_threads(),
+            "the kind of processor": torch.backends.cpu.get_cpu_capability(),
+        }
+        self._agree({**here, **description})
         self.team.broadcast([param.data for param in params], "parameters")
         self.ownership.begin({block.name: block.size for block in blocks})
 
@@ -78,7 +85,7 @@ class Crew:
 
         Args:
             numbers: What the others are to know of this rank.
-            batch: Its samples; one must look like another.
+            batch: Its samples; one must look like another where they are gathered.
             description: What must be the same on all ranks.
             blocks: All blocks.
             move: Called where blocks get other owners: carries over the state, and in between calls what it
@@ -88,8 +95,11 @@ class Crew:
             ValueError: The ranks differ.
         """
         self.team.traffic.clear()
-        kinds = [(str(tensor.dtype), tuple(tensor.shape[1:])) for tensor in tensors_of(batch)]
-        description = {**description, "the shape of a sample": kinds}
+        kinds = [
+            (str(tensor.dtype), tuple(tensor.shape[1:]) if self.has_rows else tensor.dim())
+            for tensor in tensors_of(batch)
+        ]
+        description = {**description, "the kind of a sample": kinds}
         seconds = self.ownership.seconds
         own = [zlib.crc32(repr(description).encode()), *numbers]
         names = list(self.ownership.owners)
@@ -161,7 +171,8 @@ class Crew:
         """A state with what each rank keeps of its own blocks."""
         if not self.has_rows:
             return state
-        found: dict[str, Any] = merged(self.team.objects_along_block(on_cpu(state), "state"))
+        states = self.team.objects_along_block(moved(state, "cpu"), "state")
+        found: dict[str, Any] = moved(merged(states), self.team.device)
         return found
 
     def _agree(self, own: Mapping[str, Any]) -> None:
@@ -223,33 +234,20 @@ def merged(states: Sequence[Any]) -> Any:
     >>> merged([{"steps": 3, "factors": {"a": 1}}, {"steps": 3, "factors": {"b": 2}}])
     {'steps': 3, 'factors': {'a': 1, 'b': 2}}
     """
+    if all(isinstance(state, int) for state in states):  # steps, which not all ranks have to make
+        return max(states)
     if not all(isinstance(state, dict) for state in states):
         return states[0]
     keys = dict.fromkeys(key for state in states for key in state)
     return {key: merged([state[key] for state in states if key in state]) for key in keys}
 
 
-def without(state: Any, names: set[str]) -> Any:
-    """Nested mappings without what is kept under some blocks' names, or under ``name/…``.
-
-    >>> without({"steps": 3, "factors": {"encoder/0": 1, "decoder/0": 2}}, {"decoder"})
-    {'steps': 3, 'factors': {'encoder/0': 1}}
-    """
-    if not isinstance(state, dict):
-        return state
-    return {
-        key: without(value, names)
-        for key, value in state.items()
-        if not (isinstance(key, str) and (key in names or key.rpartition("/")[0] in names))
-    }
-
-
-def on_cpu(state: Any) -> Any:
-    """Nested mappings and lists with their tensors on the CPU, as they travel."""
+def moved(state: Any, device: torch.device | str) -> Any:
+    """Nested mappings and lists with their tensors on a device."""
     if isinstance(state, Tensor):
-        return state.detach().cpu()
+        return state.detach().to(device)
     if isinstance(state, dict):
-        return {key: on_cpu(value) for key, value in state.items()}
+        return {key: moved(value, device) for key, value in state.items()}
     if isinstance(state, list):
-        return [on_cpu(value) for value in state]
+        return [moved(value, device) for value in state]
     return state

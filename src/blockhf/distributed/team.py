@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from blockhf.objective import rebuild, tensors_of
+from blockhf.objective import rebuild, take, tensors_of
 from blockhf.solvers import Iterate, Solution, Status
 
 DIMENSIONS = ("block", "data")
@@ -24,19 +24,26 @@ class RankError(RuntimeError):
     """Another rank has stopped answering, or does something else."""
 
 
-def mesh(block: int | None = None, data: int | None = None, *, timeout: float = 600.0) -> DeviceMesh:
+def mesh(
+    block: int | None = None, data: int | None = None, *, device: str | None = None, timeout: float = 600.0
+) -> DeviceMesh:
     """A mesh over all processes that ``torchrun`` started, of as many as ``block`` times ``data``.
 
     Args:
         block: How many ranks solve different blocks side by side. By default all that ``data`` leaves.
         data: How many ranks share the samples of a block. By default 1, or what ``block`` leaves.
+        device: The kind of device that the model is on: ``"cpu"``, ``"cuda"``, … By default the machine's
+            accelerator, if torch.distributed knows how to talk to it.
         timeout: After so many seconds without an answer the other ranks are taken to be lost.
 
     Raises:
         ValueError: The numbers do not fit.
     """
-    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-    kind = "cpu" if accelerator is None else accelerator.type
+    kind = device or "cpu"
+    if device is None and torch.accelerator.is_available():
+        accelerator = torch.accelerator.current_accelerator()
+        if accelerator is not None and accelerator.type != "mps":
+            kind = accelerator.type
     num_ranks = dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
     if block is None:
         block = num_ranks // (data or 1)
@@ -61,7 +68,10 @@ def mesh(block: int | None = None, data: int | None = None, *, timeout: float = 
                 world_size=1,
                 timeout=limit,
             )
-    return init_device_mesh(kind, (block, data), mesh_dim_names=DIMENSIONS)
+    found = init_device_mesh(kind, (block, data), mesh_dim_names=DIMENSIONS)
+    for name in DIMENSIONS:  # groups of their own begin with torch's default, 30 minutes
+        dist.distributed_c10d._set_pg_timeout(datetime.timedelta(seconds=timeout), found.get_group(name))
+    return found
 
 
 @dataclass
@@ -105,7 +115,7 @@ class Team:
         self.rank, self.num_ranks = dist.get_rank(), mesh.size()
         self.traffic = Traffic()
         self._along_block, self._along_data = mesh.get_group("block"), mesh.get_group("data")
-        self._device = torch.device(mesh.device_type)
+        self.device = torch.device(mesh.device_type)
         # Where each rank is in the mesh.
         self._places = {
             int(rank): (row, column)
@@ -131,7 +141,7 @@ class Team:
 
     def numbers(self, own: Sequence[float], purpose: str) -> list[list[float]]:
         """The numbers of all ranks, in the order of the ranks."""
-        mine = torch.tensor(own, dtype=torch.float64, device=self._device)
+        mine = torch.tensor(own, dtype=torch.float64, device=self.device)
         with self._sending(purpose, mine):
             found = [torch.empty_like(mine) for _ in range(self.num_ranks)]
             dist.all_gather(found, mine)
@@ -197,6 +207,8 @@ class Team:
 
     def gather_samples(self, batch: Any, counts: Sequence[int]) -> Any:
         """The samples of all ranks of this column: of each as many as ``counts`` says, from the front."""
+        if self.num_blocks == 1:
+            return take(batch, 0, counts[0])
         own = [tensor for tensor in tensors_of(batch) if tensor.dim() > 0]
         shapes = [[(tensor.dtype, (count, *tensor.shape[1:])) for tensor in own] for count in counts]
         received = self._gather_bytes(
@@ -208,7 +220,10 @@ class Team:
         for each, buffer in zip(shapes, received, strict=True):
             for column, piece in zip(columns, _unpacked(buffer, each), strict=True):
                 column.append(piece)
-        whole = iter([torch.cat(column) for column in columns])
+        whole = iter(
+            torch.cat(column).to(tensor.device).requires_grad_(tensor.requires_grad)
+            for tensor, column in zip(own, columns, strict=True)
+        )
         return rebuild(batch, [next(whole) if tensor.dim() > 0 else tensor for tensor in tensors_of(batch)])
 
     # Solutions
@@ -262,7 +277,7 @@ class Team:
 
     def _gather_bytes(self, own: Sequence[Tensor], sizes: Sequence[int], purpose: str) -> list[Tensor]:
         """Tensors of any kinds as bytes, from each rank along ``block``, which has so many."""
-        mine = torch.zeros(max(*sizes, 1), dtype=torch.uint8, device=self._device)
+        mine = torch.zeros(max(*sizes, 1), dtype=torch.uint8, device=self.device)
         place = 0
         for tensor in own:
             raw = tensor.detach().contiguous().view(-1).view(torch.uint8)
@@ -329,7 +344,7 @@ def _unpacked_solution(tensors: Sequence[Tensor], num_numbers: int) -> tuple[Sol
 
 
 def _aligned(num_bytes: int) -> int:
-    return -(-num_bytes // 8) * 8
+    return -(-num_bytes // 16) * 16
 
 
 def _num_bytes(dtype: torch.dtype, shape: Sequence[int]) -> int:

@@ -168,6 +168,13 @@ def fetch_data(names: Sequence[str], out: Path | None, console: Console) -> None
             console.print(f"{name}: {found}, verified", soft_wrap=True)
 
 
+def refuse_old_run(config: Config, out: Path | None, *, resume: bool) -> None:
+    """Raise where a folder has a run that was not to be gone on with."""
+    folder = run_folder(config) if out is None else out
+    if not resume and (folder / "config.json").exists():
+        raise ValueError(f"{folder} already holds a run. Go on with --resume, or name another.")
+
+
 def run_folder(config: Config) -> Path:
     """Where a run goes if nothing else is said."""
     spec = Spec.parse(config.optimizer)

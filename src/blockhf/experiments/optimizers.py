@@ -281,7 +281,8 @@ class Method:
 
     def state_bytes(self) -> int:
         """Bytes of the tensors that the optimizer keeps from one update to the next."""
-        return _bytes(self.optimizer.state_dict())
+        optimizer = self.optimizer  # on a mesh one process alone may ask, so nothing may be gathered
+        return _bytes(optimizer.own_state() if isinstance(optimizer, BlockHF) else optimizer.state_dict())
 
 
 def _bytes(value: Any) -> int:

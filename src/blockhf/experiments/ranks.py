@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -132,6 +133,7 @@ def launch(number: int, restarts: int, arguments: Sequence[str]) -> int:
     # Otherwise processes that are started again find the addresses of those that failed, and wait for them.
     environment.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
     process = subprocess.Popen(command, env=environment)
+    signal.signal(signal.SIGTERM, lambda number, _: process.send_signal(number))
     try:
         return process.wait()
     except KeyboardInterrupt:  # the processes have it too, and save

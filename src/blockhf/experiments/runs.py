@@ -312,7 +312,8 @@ class Run:
     @property
     def _clock(self) -> Callable[[], float]:
         """Of the processor where one thread does all the work, so that what runs beside does not count."""
-        return time.process_time if self.config.threads == 1 else time.perf_counter
+        alone = self.config.threads == 1 and self.ranks.number == 1
+        return time.process_time if alone else time.perf_counter
 
     @property
     def spent(self) -> float:

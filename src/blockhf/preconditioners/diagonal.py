@@ -113,6 +113,10 @@ class Diagonal:
             inverses.append(Scaling((average + shift).pow_(-self.exponent)))
         return inverses
 
+    def forget(self, names: set[str]) -> None:
+        """Drop what is known of blocks that are solved elsewhere."""
+        self._averages = {key: own for key, own in self._averages.items() if key not in names}
+
     def state_dict(self) -> dict[str, Any]:
         averages = {name: tensor.clone() for name, tensor in self._averages.items()}
         return {"num_steps": self._num_steps, "averages": averages}
@@ -141,6 +145,7 @@ def _squares(
     """For each block the squares of ``Jᵀ r``, over parts and draws."""
     totals = [block.params[0].new_zeros(block.size) for block in problem.blocks]
     params = [param for block in problem.blocks for param in block.params]
+    names = tuple((block.name, block.size) for block in problem.blocks)
     with torch.enable_grad():
         for part in problem.curvature_parts():
             evaluation = problem.linearizable(part, fresh=True)
@@ -148,7 +153,7 @@ def _squares(
                 break
             generator = part.generator(seed, evaluation.outputs[0].device)
             for _ in range(num_draws):
-                with problem.meter.counting("diagonal", part.shapes):
+                with problem.meter.counting("diagonal", part.shapes, names):
                     cotangents = draw(evaluation, generator)
                     gradients = iter(
                         torch.autograd.grad(

@@ -82,6 +82,12 @@ class Kronecker:
             )
         return inverses
 
+    def forget(self, names: set[str]) -> None:
+        """Drop what is known of blocks that are solved elsewhere."""
+        self._factors = {
+            key: own for key, own in self._factors.items() if key.rpartition("/")[0] not in names
+        }
+
     def state_dict(self) -> dict[str, Any]:
         factors = {
             key: {name: tensor.clone() for name, tensor in own.items()} for key, own in self._factors.items()

@@ -59,6 +59,10 @@ class Nystrom:
             )
         return inverses
 
+    def forget(self, names: set[str]) -> None:
+        """Drop what is known of blocks that are solved elsewhere."""
+        self._sketches = {key: own for key, own in self._sketches.items() if key not in names}
+
     def state_dict(self) -> dict[str, Any]:
         sketches = {name: [tensor.clone() for tensor in own] for name, own in self._sketches.items()}
         return {"num_steps": self._num_steps, "sketches": sketches}
