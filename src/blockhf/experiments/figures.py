@@ -207,7 +207,7 @@ def draw_alone(compared: Comparison, panel: Panel) -> Figure:
 
 def _below(panel: Panel) -> float:
     """Inches for the legend below a panel that has no room for it among its curves."""
-    return 0.17 * len(panel.curves) if len(panel.curves) > 6 else 0.0
+    return 0.17 * len(panel.curves) if len(panel.curves) > 5 else 0.0
 
 
 def _draw(panel: Panel, axes: Axes, looks: dict[str, Any]) -> None:
