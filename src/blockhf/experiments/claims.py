@@ -219,6 +219,16 @@ def series(line: Line | None, metric: Metric) -> Series:
     return {int(at): value for at, value in zip(curve.along, curve.middle, strict=True) if at > 0}
 
 
+def alike(*found: Line | None) -> list[Line | None]:
+    """The runs of those seeds that all of the lines have, so that seeds are not taken for optimizers."""
+    seeds = [{entry.seed for entry in line[1]} for line in found if line is not None]
+    shared = set.intersection(*seeds) if seeds else set()
+    return [
+        None if line is None else (line[0], [entry for entry in line[1] if entry.seed in shared])
+        for line in found
+    ]
+
+
 def common(*curves: Series) -> list[int]:
     """The evaluated updates that all have, in order."""
     return sorted(set.intersection(*map(set, curves)))
@@ -290,8 +300,10 @@ def _beside_adam(
     ]
     checks = []
     for size, metric in itertools.product(task.curvature_batches, metrics(compared)):
-        own = series(block.get(size), metric)
-        others = {batch: series(adam.get(batch), metric) for batch in batches}
+        own, *rest = (
+            series(line, metric) for line in alike(block.get(size), *(adam.get(batch) for batch in batches))
+        )
+        others = dict(zip(batches, rest, strict=True))
         if not own or not all(others.values()):
             checks.append(missing(heads, f"{size:,}", metric.words))
             continue
@@ -330,7 +342,7 @@ def claim_2(records: Records) -> Finding:
     block, alone = lines(compared, "block-hf"), lines(compared, "hf")
     sizes = tasks.get(compared.task, compared.preset).curvature_batches
     for size, metric in itertools.product(sizes, metrics(compared)):
-        ours, theirs = series(block.get(size), metric), series(alone.get(size), metric)
+        ours, theirs = (series(line, metric) for line in alike(block.get(size), alone.get(size)))
         updates = common(ours, theirs)
         if not updates:
             checks.append(missing(heads, f"{size:,}", metric.words))
@@ -362,8 +374,10 @@ def claim_4(records: Records) -> Finding:
         block, alone = lines(compared, "block-hf"), lines(compared, "hf")
         for size, metric in itertools.product(larger, metrics(compared)):
             name = f"{task}, {size:,} to {smallest:,}"
-            pairs = [[series(line.get(each), metric) for each in (size, smallest)] for line in (block, alone)]
-            updates = common(*pairs[0], *pairs[1])
+            four = alike(*(line.get(each) for line in (block, alone) for each in (size, smallest)))
+            curves = [series(line, metric) for line in four]
+            pairs = [curves[:2], curves[2:]]
+            updates = common(*curves)
             if not updates:
                 checks.append(missing(heads, name, metric.words))
                 continue
