@@ -194,6 +194,12 @@ class Flips:
         self.owners = {name: 1 - owner for name, owner in self.owners.items()}
 
 
+def compiled() -> Any:
+    """The default with compiled products, on two ranks."""
+    METHODS["compiled"] = lambda groups, **options: default(groups, products=Traced(compile=True), **options)
+    return on_mesh((2, 1), ["compiled"], False)
+
+
 def on_the_move() -> dict[str, Any]:
     """Two ranks that change places at every step."""
     mesh = blockhf.mesh(2, 1)

@@ -88,6 +88,13 @@ def test_a_mesh_does_what_one_process_does(
         assert own["cg"] == expected["cg"]
 
 
+@pytest.mark.slow
+def test_compiled_products_work_on_a_mesh(tmp_path: Path) -> None:
+    expected = in_one_process((2, 1), "default", False)["parameters"]
+    for own in ranks.run(2, "mesh_tasks:compiled", tmp_path):
+        assert float((own["compiled"]["parameters"] - expected).norm()) < 1e-6 * float(expected.norm())
+
+
 def test_with_blocks_alone_nothing_is_sent_during_cg(runs: Runs) -> None:
     for own in runs((2, 1), False, "paper"):
         sent = {key: value for key, value in own["paper"]["work"].items() if key.endswith("_messages")}
