@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 import time
+import traceback
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -87,8 +88,18 @@ def main() -> None:
     module, name = sys.argv[1].split(":")
     folder = Path(sys.argv[2])
     args = pickle.loads((folder / "args.pickle").read_bytes())
-    found = getattr(importlib.import_module(module), name)(*args)
-    (folder / f"rank{os.environ['RANK']}.pickle").write_bytes(pickle.dumps(found))
+    code = 0
+    try:
+        found = getattr(importlib.import_module(module), name)(*args)
+        (folder / f"rank{os.environ['RANK']}.pickle").write_bytes(pickle.dumps(found))
+        if torch.distributed.is_initialized():
+            torch.distributed.barrier()
+    except BaseException:
+        traceback.print_exc()
+        code = 1
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)  # the threads of gloo may outlive the interpreter, and abort it
 
 
 if __name__ == "__main__":
