@@ -29,7 +29,7 @@ from blockhf import (
     Traced,
     blocks,
 )
-from blockhf.distributed import share_out
+from blockhf.distributed import Ownership, share_out
 
 NUM_SAMPLES, NUM_CURVED, NUM_STEPS = 144, 24, 5
 Batch = tuple[Tensor, Tensor]
@@ -179,12 +179,12 @@ def in_one_process(shape: tuple[int, int], name: str, uneven: bool) -> dict[str,
     return act(optimizer, model, objective_for(optimizer.reduction), arranged)
 
 
-class Flips:
-    """In place of ``Ownership``: all blocks change hands at every step."""
+class Flips(Ownership):
+    """All blocks change hands at every step."""
 
     def __init__(self, optimizer: BlockHF) -> None:
         assert optimizer._crew is not None
-        self.seconds: dict[str, float] = {}
+        super().__init__(2)
         self.owners = dict(optimizer._crew.ownership.owners)
 
     def is_due(self, sizes: Any, measured: Any) -> bool:
@@ -209,7 +209,7 @@ def on_the_move() -> dict[str, Any]:
         model, objective_for, batch = make()
         optimizer = METHODS[name](blocks.by_layer(model), mesh=mesh)
         assert optimizer._crew is not None
-        optimizer._crew.ownership = Flips(optimizer)  # type: ignore[assignment]
+        optimizer._crew.ownership = Flips(optimizer)
         half = NUM_SAMPLES // 2
         own = tuple(tensor[rank * half : (rank + 1) * half] for tensor in batch)
         found[name] = act(optimizer, model, objective_for("mean"), own)

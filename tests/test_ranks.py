@@ -137,12 +137,16 @@ def test_a_run_that_is_started_again_makes_the_same_curve(tmp_path: Path) -> Non
 
 def test_a_mesh_needs_processes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("WORLD_SIZE", raising=False)
-    assert ranks.join(None, None) is ranks.ALONE
+
+    def none() -> None:
+        pytest.fail("no blocks are needed")
+
+    assert ranks.join(None, none) is ranks.ALONE
     with pytest.raises(ValueError, match="Start them with --ranks"):
-        ranks.join("2x1", None)
+        ranks.join("2x1", none)
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(ValueError, match=re.escape("Cannot read the mesh '2+1'")):
-        ranks.join("2+1", None)
+        ranks.join("2+1", none)
 
 
 def test_alone_a_run_has_all_samples() -> None:

@@ -1,9 +1,10 @@
 """The command line: ``blockhf demo``, ``train``, ``compare``, ``plan``, ``data``, ``bench`` and others."""
 
+import contextlib
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NoReturn
+from typing import TYPE_CHECKING, Annotated, Any
 
 import blockhf
 
@@ -35,6 +36,18 @@ def main() -> None:
         )
 
 
+@contextlib.contextmanager
+def _telling(mistakes: tuple[type[Exception], ...] = (OSError, ValueError)) -> Iterator[None]:
+    """Tell what a user can mend, instead of tracing it."""
+    import typer
+
+    try:
+        yield
+    except mistakes as error:
+        typer.echo(f"Error: {error}", err=True)
+        raise typer.Exit(2) from error
+
+
 # The extras are imported in here, where the lack of one can be told; annotations see them because this
 # module does not postpone the evaluation of annotations.
 def _app() -> "typer.Typer":
@@ -51,10 +64,6 @@ def _app() -> "typer.Typer":
         if wanted:
             typer.echo(f"blockhf {blockhf.__version__}")
             raise typer.Exit
-
-    def fail(error: Exception) -> NoReturn:
-        typer.echo(f"Error: {error}", err=True)
-        raise typer.Exit(2) from error
 
     @app.callback()
     def common(
@@ -83,26 +92,22 @@ def _app() -> "typer.Typer":
         from blockhf.experiments.demo import Settings, run
 
         options: dict[str, Any] = {"seed": seed} if seconds is None else {"seed": seed, "seconds": seconds}
-        try:
+        with _telling():
             settings = Settings.quick(**options) if quick else Settings(**options)
             data = digits()
-        except (OSError, ValueError) as error:
-            fail(error)
-        try:
+        with _telling((OSError,)):
             finished = run(data, settings, out, Console())
-        except OSError as error:
-            fail(error)
         if not finished:
             raise typer.Exit(130)
 
-    _experiments(app, fail)
-    _plan(app, fail)
-    app.add_typer(_data(fail), name="data")
-    app.add_typer(_bench(fail), name="bench")
+    _experiments(app)
+    _plan(app)
+    app.add_typer(_data(), name="data")
+    app.add_typer(_bench(), name="bench")
     return app
 
 
-def _experiments(app: "typer.Typer", fail: Callable[[Exception], NoReturn]) -> None:
+def _experiments(app: "typer.Typer") -> None:
     import typer
 
     Task = Annotated[str, typer.Argument(metavar="TASK", help="autoencoder, lstm or cnn.")]
@@ -125,9 +130,8 @@ def _experiments(app: "typer.Typer", fail: Callable[[Exception], NoReturn]) -> N
 
     def attempt(action: Callable[[], bool]) -> None:
         try:
-            finished = action()
-        except (OSError, ValueError) as error:
-            fail(error)
+            with _telling():
+                finished = action()
         except KeyboardInterrupt:
             typer.echo("Ended at once; the last checkpoint stands.", err=True)
             finished = False
@@ -161,16 +165,13 @@ def _experiments(app: "typer.Typer", fail: Callable[[Exception], NoReturn]) -> N
         """Train a task by one optimizer: block-hf, hf, blockhf, or any of torch.optim."""
         from rich.console import Console
 
-        from blockhf.experiments import commands
+        from blockhf.experiments import commands, runs
         from blockhf.experiments import ranks as processes
-        from blockhf.experiments.runs import Config
 
-        config = Config(task, preset, optimizer, seed, budget, stop, threads, mesh=mesh)
+        config = runs.Config(task, preset, optimizer, seed, budget, stop, threads, mesh=mesh)
         if ranks > 1 and not processes.is_one_of_many():
-            try:
-                commands.refuse_old_run(config, out, resume=resume)
-            except ValueError as error:
-                fail(error)
+            with _telling():
+                runs.check_free(out or commands.run_folder(config), resume=resume)
             raise typer.Exit(processes.launch(ranks, restarts, sys.argv[1:]))
         attempt(
             lambda: commands.train(config, out, Console(), resume=resume, data=data, tensorboard=tensorboard)
@@ -261,10 +262,8 @@ def _experiments(app: "typer.Typer", fail: Callable[[Exception], NoReturn]) -> N
 
         from blockhf.experiments import commands
 
-        try:
+        with _telling():
             commands.redraw(runs, out, Console())
-        except (OSError, ValueError) as error:
-            fail(error)
 
     @app.command()
     def claims(
@@ -279,13 +278,11 @@ def _experiments(app: "typer.Typer", fail: Callable[[Exception], NoReturn]) -> N
 
         from blockhf.experiments import claims_page
 
-        try:
+        with _telling():
             claims_page.run(records, page, Console())
-        except (OSError, ValueError) as error:
-            fail(error)
 
 
-def _plan(app: "typer.Typer", fail: Callable[[Exception], NoReturn]) -> None:
+def _plan(app: "typer.Typer") -> None:
     import typer
 
     @app.command()
@@ -346,7 +343,7 @@ def _plan(app: "typer.Typer", fail: Callable[[Exception], NoReturn]) -> None:
 
         if threads:
             torch.set_num_threads(threads)
-        try:
+        with _telling():
             request = Request(
                 task=task,
                 blocks=blocks,
@@ -367,8 +364,6 @@ def _plan(app: "typer.Typer", fail: Callable[[Exception], NoReturn]) -> None:
                 efficiency=efficiency,
             )
             run(request, Console(), out=json, plot=plot)
-        except (OSError, ValueError) as error:
-            fail(error)
 
 
 def _numbers(name: str, text: str) -> list[float]:
@@ -388,7 +383,7 @@ def _seeds(text: str) -> list[int]:
     return seeds
 
 
-def _data(fail: Callable[[Exception], NoReturn]) -> "typer.Typer":
+def _data() -> "typer.Typer":
     import typer
 
     data = typer.Typer(no_args_is_help=True, help="The data of the experiments.")
@@ -411,9 +406,8 @@ def _data(fail: Callable[[Exception], NoReturn]) -> "typer.Typer":
         from blockhf.experiments import commands
 
         try:
-            commands.fetch_data(names, out, Console())
-        except (OSError, ValueError) as error:
-            fail(error)
+            with _telling():
+                commands.fetch_data(names, out, Console())
         except KeyboardInterrupt as error:
             typer.echo("Interrupted; nothing was kept of what was under way. Run it again.", err=True)
             raise typer.Exit(130) from error
@@ -421,7 +415,7 @@ def _data(fail: Callable[[Exception], NoReturn]) -> "typer.Typer":
     return data
 
 
-def _bench(fail: Callable[[Exception], NoReturn]) -> "typer.Typer":
+def _bench() -> "typer.Typer":
     import typer
 
     bench = typer.Typer(no_args_is_help=True, help="Measure what products and updates cost.")
@@ -442,10 +436,8 @@ def _bench(fail: Callable[[Exception], NoReturn]) -> "typer.Typer":
         from blockhf.experiments.bench import Options, run
 
         names = tuple(name.strip() for name in networks.split(",") if name.strip())
-        try:
+        with _telling():
             finished = run(what, Options(names, **options), out, Console())
-        except (OSError, ValueError) as error:
-            fail(error)
         if not finished:
             raise typer.Exit(130)
 
@@ -531,9 +523,7 @@ def _bench(fail: Callable[[Exception], NoReturn]) -> "typer.Typer":
 
         from blockhf.experiments.benchmesh import Settings, run
 
-        try:
+        with _telling():
             run(Settings(ranks, curvature, cg_steps, repetitions, seed, small), json, Console(), page)
-        except (OSError, ValueError) as error:
-            fail(error)
 
     return bench

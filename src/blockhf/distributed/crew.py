@@ -158,10 +158,7 @@ class Crew:
 
     def loads(self, blocks: Sequence[Block], solved: Mapping[int, Solved]) -> list[float]:
         """How long each coordinate took to solve its blocks."""
-        loads = [0.0] * self.team.num_blocks
-        for index, each in solved.items():
-            loads[self.ownership.owners[blocks[index].name]] += each.seconds
-        return loads
+        return self.ownership.loads({blocks[index].name: each.seconds for index, each in solved.items()})
 
     def add_up(self, numbers: Sequence[float]) -> list[float]:
         """The sums of numbers over all ranks."""

@@ -114,11 +114,16 @@ class Ownership:
         self._next = dict(zip(sizes, placement.owners, strict=True))
         if any(name not in self.owners for name in sizes):
             return True
-        loads = [0.0] * self.num_owners
-        for name, cost in zip(sizes, costs, strict=True):
-            loads[self.owners[name]] += cost
         ready = known and self._num_measured > self.every
+        loads = self.loads(dict(zip(sizes, costs, strict=True)))
         return ready and placement.time < (1 - self.gain) * max(loads)
+
+    def loads(self, costs: Mapping[str, float]) -> list[float]:
+        """What each coordinate has to do, from the costs of the blocks."""
+        loads = [0.0] * self.num_owners
+        for name, cost in costs.items():
+            loads[self.owners[name]] += cost
+        return loads
 
     def move(self) -> None:
         """Take the better placement."""

@@ -14,6 +14,7 @@ from blockhf import DoubleBackward, GaussNewton, Traced, blocks
 from blockhf.blocks import Group
 from blockhf.curvature import Products
 from blockhf.experiments import bench, plan
+from blockhf.experiments.optimizers import PARTITIONS
 from blockhf.experiments.peers import Network
 from blockhf.flops import Meter
 from blockhf.objective import tensors_of
@@ -44,14 +45,13 @@ TASKS = {
 
 def partition(case: Network, text: str) -> Sequence[Group]:
     """Blocks by a word, ``single``, ``module`` or ``layer``, or a number of them; else the network's own."""
-    kinds = {"single": blocks.single, "module": blocks.by_module, "layer": blocks.by_layer}
     if not text:
         return case.groups
-    if text in kinds:
-        return kinds[text](case.model)
+    if text in PARTITIONS:
+        return PARTITIONS[text](case.model)
     if text.isdecimal():
         return blocks.by_size(case.model, int(text))
-    raise ValueError(f"blocks is {text!r}, but must be a number or one of {', '.join(kinds)}.")
+    raise ValueError(f"blocks is {text!r}, but must be a number or one of {', '.join(PARTITIONS)}.")
 
 
 def describe(case: Network, groups: Sequence[Group], repetitions: int = 0) -> tuple[plan.Model, plan.Machine]:

@@ -24,6 +24,7 @@ from rich.progress import (
 )
 from rich.table import Table
 
+from blockhf.blocks import Group
 from blockhf.experiments import comparison, costs, fetch, figures, files, page, ranks, runs, tasks
 from blockhf.experiments.comparison import Comparison
 from blockhf.experiments.optimizers import Spec
@@ -168,13 +169,6 @@ def fetch_data(names: Sequence[str], out: Path | None, console: Console) -> None
             console.print(f"{name}: {found}, verified", soft_wrap=True)
 
 
-def refuse_old_run(config: Config, out: Path | None, *, resume: bool) -> None:
-    """Raise where a folder has a run that was not to be gone on with."""
-    folder = run_folder(config) if out is None else out
-    if not resume and (folder / "config.json").exists():
-        raise ValueError(f"{folder} already holds a run. Go on with --resume, or name another.")
-
-
 def run_folder(config: Config) -> Path:
     """Where a run goes if nothing else is said."""
     spec = Spec.parse(config.optimizer)
@@ -213,10 +207,13 @@ class Interrupts:
 
 def _join(config: Config) -> ranks.Ranks:
     """Meet the other processes, if there are any."""
-    task, spec = tasks.get(config.task, config.preset), Spec.parse(config.optimizer)
-    partition = spec.partition(task)
-    with torch.random.fork_rng():
-        groups = None if partition is None else partition(task.make_model())
+    task = tasks.get(config.task, config.preset)
+    partition = Spec.parse(config.optimizer).partition(task)
+
+    def groups() -> list[Group] | None:
+        with torch.random.fork_rng():
+            return None if partition is None else partition(task.make_model())
+
     return ranks.join(config.mesh, groups)
 
 

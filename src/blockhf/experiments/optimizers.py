@@ -71,11 +71,12 @@ WITHOUT: Mapping[str, Callable[[], dict[str, Any]]] = {
 
 _OURS = ("batch", "schedule")
 _OURS_SECOND = (*_OURS, "curvature", "blocks", "without")
-_BLOCKS: Mapping[str, Callable[[nn.Module], list[blocks.Group]]] = {
+PARTITIONS: Mapping[str, Callable[[nn.Module], list[blocks.Group]]] = {
     "single": blocks.single,
     "module": blocks.by_module,
     "layer": blocks.by_layer,
 }
+"""Ways to blocks, by name."""
 
 
 @dataclass(frozen=True)
@@ -101,10 +102,10 @@ class Spec:
             raise ValueError(
                 f"schedule of {self.name} is {self.options['schedule']!r}; there is cosine alone."
             )
-        if self.options.get("blocks", "single") not in _BLOCKS:
+        if self.options.get("blocks", "single") not in PARTITIONS:
             raise ValueError(
                 f"blocks of {self.name} is {self.options['blocks']!r}, but must be one of "
-                f"{', '.join(_BLOCKS)}."
+                f"{', '.join(PARTITIONS)}."
             )
         if self.options.get("without", "cg") not in WITHOUT:
             raise ValueError(
@@ -175,7 +176,7 @@ class Spec:
         if not self.is_second_order:
             return None
         if "blocks" in self.options:
-            return _BLOCKS[self.options["blocks"]]
+            return PARTITIONS[self.options["blocks"]]
         return blocks.single if self.name == "hf" else task.make_blocks
 
     def start(self, task: Task, model: nn.Module, unit: Unit, ranks: Ranks = ALONE) -> Method:

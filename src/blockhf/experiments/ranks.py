@@ -6,7 +6,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -87,12 +87,13 @@ def has_restarted() -> bool:
     return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
 
 
-def join(shape: str | None, groups: Sequence[Group] | None) -> Ranks:
+def join(shape: str | None, make_groups: Callable[[], Sequence[Group] | None]) -> Ranks:
     """Meet the other processes.
 
     Args:
         shape: The mesh, ``BLOCKxDATA``; without it, the best for the blocks.
-        groups: The blocks, or ``None`` where all parameters are treated alike.
+        make_groups: Makes the blocks, or ``None`` where all parameters are treated alike; asked where there
+            are several processes and no shape.
 
     Raises:
         ValueError: The shape cannot be read, or does not fit.
@@ -106,7 +107,7 @@ def join(shape: str | None, groups: Sequence[Group] | None) -> Ranks:
         if len(numbers) != 2 or not all(number.isdigit() for number in numbers):
             raise ValueError(f"Cannot read the mesh {shape!r}. Write 2x1, for block x data.")
         chosen = int(numbers[0]), int(numbers[1])
-    elif groups is None:
+    elif (groups := make_groups()) is None:
         chosen = 1, int(os.environ["WORLD_SIZE"])
     else:
         sizes = [sum(param.numel() for _, param in group["params"]) for group in groups]

@@ -233,9 +233,8 @@ class Run:
         asked = {key: value for key, value in asdict(self.config).items() if key != "growth"}
         wanted = {"format": _FORMAT, **asked, "settings": self.task.settings()}  # which have the growth
         config = self.folder / "config.json"
+        check_free(self.folder, resume=resume)
         if config.exists():
-            if not resume:
-                raise ValueError(f"{self.folder} already holds a run. Go on with --resume, or name another.")
             found = files.read_json(config)
             _same_run(self.folder, found, wanted, decays="schedule" in self.spec.options)
         for leftover in self.folder.glob(".*.pt.*"):  # of a process that was killed while it wrote
@@ -491,6 +490,12 @@ def _bytes_in_use() -> int | None:
     with watch.phase("nothing"):
         pass
     return watch.phases["nothing"].peak_bytes
+
+
+def check_free(folder: Path, *, resume: bool) -> None:
+    """Raise where a folder has a run that is not to be gone on with."""
+    if not resume and (folder / "config.json").exists():
+        raise ValueError(f"{folder} already holds a run. Go on with --resume, or name another.")
 
 
 def updates_per_epoch(spec: Spec, task: Task, samples: Samples) -> int:
