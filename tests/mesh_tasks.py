@@ -50,6 +50,7 @@ METHODS: dict[str, Callable[..., BlockHF]] = {
     "paper": paper,
     "martens": lambda groups, **options: BlockHF.martens(groups, curvature_batch_size=NUM_CURVED, **options),
     "default": default,
+    "finite set": lambda groups, **options: default(groups, **{"population": 200, **options}),
     "no held-out samples": lambda groups, **options: default(
         groups, search=Subspace(held_out=0), preconditioner=Identity(), **options
     ),
@@ -172,10 +173,19 @@ def in_one_process(shape: tuple[int, int], name: str, uneven: bool) -> dict[str,
         for rank, start in enumerate(starts)
         for index in range(start + sizes[rank] - held_out[rank], start + sizes[rank])
     ]
-    middle = [index for index in range(NUM_SAMPLES) if index not in {*front, *tail}]
+    seen = share_out(held, [size - number for size, number in zip(sizes, held_out, strict=True)])
+    compared = [
+        index
+        for rank, start in enumerate(starts)
+        for index in range(
+            start + sizes[rank] - held_out[rank] - seen[rank], start + sizes[rank] - held_out[rank]
+        )
+        if index not in front
+    ]
+    middle = [index for index in range(NUM_SAMPLES) if index not in {*front, *compared, *tail}]
     if num_data > 1 and not uneven and name not in ("few", "micro-batches"):
         optimizer.micro_batch_size = NUM_CURVED // num_data  # parts that draw as the columns do
-    arranged = tuple(tensor[front + middle + tail] for tensor in batch)
+    arranged = tuple(tensor[front + middle + compared + tail] for tensor in batch)
     return act(optimizer, model, objective_for(optimizer.reduction), arranged)
 
 

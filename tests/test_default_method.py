@@ -211,15 +211,16 @@ def test_held_out_samples_are_neither_in_the_gradient_nor_in_the_curvature() -> 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", [0, 1, 2])
+@pytest.mark.parametrize("is_told", [True, False], ids=["size of the set known", "unknown"])
 @pytest.mark.parametrize("name", ["autoencoder", "lstm", "cnn"])
-def test_the_same_defaults_diverge_on_none_of_the_tasks(name: str, seed: int) -> None:
+def test_the_same_defaults_diverge_on_none_of_the_tasks(name: str, is_told: bool, seed: int) -> None:
     from blockhf.experiments import runs, tasks
 
     task = tasks.get(name, "quick")
     train, test = task.load(None)
     torch.manual_seed(seed)
     model = task.make_model()
-    optimizer = BlockHF(task.make_blocks(model))
+    optimizer = BlockHF(task.make_blocks(model), population=len(train) if is_told else None)
     first = best = tasks.evaluate(task, model, test)["loss"]
     for update in range(25):
         order = runs.order(len(train), seed, update)

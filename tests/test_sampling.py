@@ -6,6 +6,7 @@ import math
 import re
 
 import pytest
+import torch
 
 from blockhf import AllSamples, Backtracking, BlockHF, NoiseScale, blocks
 from blockhf.sampling import Spent
@@ -41,6 +42,47 @@ def test_the_size_follows_the_noise_scale(signal: float | None, rest: float, exp
     sampling = NoiseScale(start=0.25)
     sampling.update(Spent(1000, signal, rest))
     assert sampling.size(4000) == expected
+
+
+@pytest.mark.parametrize(
+    ("scale", "expected"),
+    [
+        pytest.param(500.0, 816, id="the root of 500 times 1000 over 1 - 500 / 2000, and not 707"),
+        pytest.param(1500.0, 1999, id="nearly all"),
+        pytest.param(1990.0, 2000, id="all there are"),
+    ],
+)
+def test_of_a_finite_set_more_are_taken_as_those_left_out_lean_the_other_way(
+    scale: float, expected: int
+) -> None:
+    n, population = 1000, 2000
+    signal = (1 - scale / population) / (1 + scale * (1 / n - 1 / population))
+    sampling = NoiseScale(change=1000.0)
+    rest = 1000.0 if scale < 1000 else 666.0
+    sampling.update(Spent(n, signal, rest, population))
+    assert sampling.size(population) == expected
+
+
+def test_the_signal_of_a_finite_set_is_what_drawing_from_one_gives() -> None:
+    """Vectors whose mean has the length that makes the noise scale, halves of them drawn at random."""
+    generator = torch.Generator().manual_seed(0)
+    population, n, held_out, dimension = 200, 80, 40, 30
+    vectors = torch.randn(population, dimension, generator=generator, dtype=torch.float64)
+    vectors -= vectors.mean(0)
+    vectors += 0.4 * torch.eye(dimension, dtype=torch.float64)[0]
+    scale = float(vectors.var(0).sum()) / 0.16
+    assert scale > 0.8 * population
+    own, left = [], []
+    for _ in range(20_000):
+        order = torch.randperm(population, generator=generator)
+        mean, other = vectors[order[:n]].mean(0), vectors[order[-held_out:]].mean(0)
+        own.append(mean @ mean)
+        left.append(mean @ other)
+    own_slope, left_slope = torch.stack(own), torch.stack(left)
+    expected = (1 - scale / population) / (1 + scale * (1 / n - 1 / population))
+    deviation = float(left_slope.std()) / math.sqrt(len(left)) / float(own_slope.mean())
+    assert float(left_slope.mean() / own_slope.mean()) == pytest.approx(expected, abs=4 * deviation)
+    assert deviation < 0.01
 
 
 def test_the_noise_scale_is_a_geometric_mean_with_a_memory() -> None:
@@ -138,3 +180,40 @@ def test_the_first_gradient_takes_a_share_of_what_is_not_held_out(num_samples: i
 def test_a_share_of_curvature_samples_is_taken_in_whole_steps(num_samples: int, expected: int) -> None:
     optimizer = BlockHF(blocks.by_layer(Task().model))
     assert optimizer._num_curvature_samples(num_samples) == expected
+
+
+def test_a_population_that_is_smaller_than_the_batch_is_refused() -> None:
+    task = Task(num_samples=200)
+    optimizer = BlockHF(blocks.by_layer(task.model), population=150)
+    with pytest.raises(ValueError, match=r"^population is 150, but the batch alone has 200 samples\.$"):
+        optimizer.step(task.objective, task.batch)
+
+
+@pytest.mark.parametrize("value", [0, -3, 2.5, "many"])
+def test_a_population_that_is_no_number_of_samples_is_refused(value: object) -> None:
+    with pytest.raises(ValueError, match=r"^population is .*, but must be a whole number of at least 1, or"):
+        BlockHF(blocks.by_layer(Task().model), population=value)  # type: ignore[arg-type]
+
+
+def test_a_finite_set_is_fitted_further_where_its_size_is_known() -> None:
+    """As many weights as half the samples: what is held out leans against what is seen."""
+
+    def fit(population: int | None) -> float:
+        torch.manual_seed(0)
+        inputs, targets = torch.randn(800, 300).double(), torch.randn(800, 1).double()
+        model = torch.nn.Linear(300, 1).double()
+
+        def objective(batch: tuple[torch.Tensor, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+            outputs = model(batch[0])
+            return outputs, torch.nn.functional.mse_loss(outputs, batch[1])
+
+        optimizer = BlockHF(blocks.single(model), population=population)
+        for _ in range(15):
+            order = torch.randperm(800)
+            optimizer.step(objective, (inputs[order], targets[order]))
+        return float(objective((inputs, targets))[1].detach())
+
+    least = 1 - 300 / 800  # about what remains of targets that are noise
+    without, known = fit(None), fit(800)
+    assert known < 1.1 * least
+    assert known - least < 0.5 * (without - least)

@@ -102,10 +102,14 @@ def test_matrices_without_halves_get_it_by_products(way: Callable[[], Any]) -> N
 class Searched:
     """A search on a task whose last samples are held out, with random descent directions."""
 
-    def __init__(self, num_held_out: int = 40, partition: Any = blocks.by_layer, **options: Any) -> None:
+    def __init__(
+        self, num_held_out: int = 40, partition: Any = blocks.by_layer, share: float = 0.0, **options: Any
+    ) -> None:
+        self.share = share
         self.task = Task("cross_entropy", num_samples=120, **options)
         inputs, targets = self.task.batch
         self.seen, self.unseen = self.task.front(80), (inputs[80:], targets[80:])
+        self.again = (inputs[20:80], targets[20:80])
         groups = partition(self.task.model)
         self.slices = slices(groups)
         self.problem = Problem(
@@ -113,6 +117,8 @@ class Searched:
             self.seen,
             as_blocks(groups),
             held_out_batch=self.unseen if num_held_out else None,
+            seen_batch=self.again if share else None,
+            seen=share,
             linearize=lambda problem, _: DoubleBackward().linearize(GaussNewton(), problem),
         )
         self.bad: Callable[[Tensor], Tensor] = lambda loss: loss
@@ -144,7 +150,9 @@ class Searched:
 
     def dense(self, proposals: Sequence[Proposal], last: Sequence[Tensor] = (), damping: float = 1e-3) -> Any:
         """The combination, its coefficients and the change that it promises."""
-        G, g = dense_gauss_newton(self.task, self.samples), dense_gradient(self.task, self.samples)
+        G = dense_gauss_newton(self.task, self.samples)
+        unseen, seen = (dense_gradient(self.task, own) for own in (self.samples, self.seen))
+        g = self.share * seen + (1 - self.share) * unseen
         columns = []
         vectors = [*(proposal.direction for proposal in proposals), *last]
         for own, vector in zip(itertools.cycle(self.slices), vectors, strict=False):
@@ -157,10 +165,14 @@ class Searched:
         return D @ c, c, float(g @ D @ c + 0.5 * c @ D.T @ G @ D @ c)
 
 
-@pytest.mark.parametrize("num_held_out", [40, 0], ids=["held out", "in sample"])
+@pytest.mark.parametrize(
+    ("num_held_out", "share"), [(40, 0.0), (0, 0.0), (40, 0.3)], ids=["held out", "in sample", "finite set"]
+)
 @pytest.mark.parametrize("partition", [blocks.single, blocks.by_layer])
-def test_the_coefficients_are_those_of_the_dense_system(partition: Any, num_held_out: int) -> None:
-    searched = Searched(num_held_out, partition)
+def test_the_coefficients_are_those_of_the_dense_system(
+    partition: Any, num_held_out: int, share: float
+) -> None:
+    searched = Searched(num_held_out, partition, share)
     search, last = Subspace(), []
     for seed in range(2):  # the second with the last update
         proposals = searched.proposals(seed=seed)
@@ -187,6 +199,22 @@ def test_the_signal_is_the_slope_on_the_held_out_samples_over_that_on_the_seen_o
     choice = searched.choose(Subspace(), proposals)
     assert choice.signal == pytest.approx(float(unseen / seen))
     assert choice.before == pytest.approx(float(dense_loss(searched.task, searched.unseen)))
+
+
+def test_of_a_finite_set_the_loss_is_that_of_the_seen_and_of_the_held_out_samples_by_their_shares() -> None:
+    searched = Searched(share=0.3)
+
+    def mixed() -> float:
+        seen, unseen = (float(dense_loss(searched.task, own)) for own in (searched.again, searched.unseen))
+        return 0.3 * seen + 0.7 * unseen
+
+    proposals = searched.proposals()
+    choice = searched.choose(Subspace(), proposals)
+    assert choice.update is not None
+    assert choice.before == pytest.approx(mixed())
+    assert choice.signal == pytest.approx(Searched().choose(Subspace(), proposals).signal)
+    searched.problem.commit(choice.update)
+    assert choice.loss == pytest.approx(mixed())
 
 
 @pytest.mark.parametrize("num_bad", [0, 1])

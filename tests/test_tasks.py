@@ -256,6 +256,22 @@ def test_the_default_is_the_librarys_own_and_policies_go_by_name() -> None:
     assert isinstance(named.search, Backtracking)
 
 
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("blockhf", 500),
+        ("blockhf:population=900", 900),
+        ("blockhf:without=population", None),
+        ("block-hf", None),
+    ],
+)
+def test_the_default_alone_is_told_the_size_of_the_training_set(text: str, expected: int | None) -> None:
+    task = tiny_task.task()
+    method = Spec.parse(text).start(task, task.make_model(), costs.Unit(60, 1.0), population=500)
+    assert isinstance(method.optimizer, BlockHF)
+    assert method.optimizer.population == expected
+
+
 def test_every_optimizer_of_torch_has_a_name() -> None:
     assert {"adam", "adamw", "sgd", "rmsprop", "nadam", "lbfgs", "muon"} <= set(optimizers.FIRST_ORDER)
 

@@ -328,10 +328,13 @@ class Problem:
         micro_batch_size: How many samples are in memory at a time.
         reduction: How the objective's loss sums up its samples.
         held_out_batch: Samples that neither gradient nor curvature may see.
+        seen_batch: As many of those that the gradient has seen, to compare.
+        seen: What part the gradient's samples are of all that the loss is meant for.
         sum_over: To how many samples a sum is scaled; zero stands for those of the gradient.
         share: What part of the gradient's samples is in the batch; ``None`` stands for all.
         curvature_share: The same of the curvature batch.
         held_out_share: The same of the held-out batch.
+        seen_share: The same of the seen batch.
         total: Adds up over the processes; ``None`` where there is but one.
         linearize: From a problem, and about how many products are wanted with each block, to the matrix.
         work: What has been asked of the objective.
@@ -345,10 +348,13 @@ class Problem:
     micro_batch_size: int | None = None
     reduction: Reduction = "mean"
     held_out_batch: Any = None
+    seen_batch: Any = None
+    seen: float = 0.0
     sum_over: int = 0
     share: Share | None = None
     curvature_share: Share | None = None
     held_out_share: Share | None = None
+    seen_share: Share | None = None
     total: Total | None = None
     linearize: Callable[[Problem, Sequence[int]], BlockMatrix] | None = None
     work: Work = field(default_factory=Work)
@@ -485,15 +491,23 @@ class Problem:
 
         Its own gradient and curvature are taken from all of them.
         """
-        if self.held_out_batch is None:
+        return self._elsewhere(self.held_out_batch, self.held_out_share)
+
+    def seen_again(self) -> Problem | None:
+        """The same problem on a few of the samples that the gradient has seen, if they are asked for."""
+        return self._elsewhere(self.seen_batch, self.seen_share)
+
+    def _elsewhere(self, batch: Any, share: Share | None) -> Problem | None:
+        if batch is None:
             return None
         return replace(
             self,
-            batch=self.held_out_batch,
+            batch=batch,
             curvature_batch=None,
             held_out_batch=None,
-            share=self.held_out_share,
-            curvature_share=self.held_out_share,
+            seen_batch=None,
+            share=share,
+            curvature_share=share,
         )
 
     def restricted(self, blocks: Sequence[Block], batch: Any, share: Share, total: Total | None) -> Problem:
@@ -504,6 +518,7 @@ class Problem:
             blocks=blocks,
             curvature_batch=None,
             held_out_batch=None,
+            seen_batch=None,
             share=share,
             curvature_share=share,
             total=total,

@@ -49,7 +49,7 @@ _POLICIES = {
 _FEWEST_SAMPLES = 600
 """Neither gradient nor, where a share is asked for, curvature is taken from fewer, if there are as many."""
 
-_SETTINGS = ("curvature_batch_size", "micro_batch_size", "reduction", "measure_memory")
+_SETTINGS = ("curvature_batch_size", "micro_batch_size", "population", "reduction", "measure_memory")
 
 
 def _plain() -> dict[str, Any]:
@@ -91,6 +91,8 @@ class BlockHF(Optimizer):
         curvature_batch_size: How many samples of the gradient's, from their front, curvature is taken from; a
             share of them, as the nearest multiple of 600; or ``None`` for all.
         micro_batch_size: How many samples are in memory at a time; the result is the same.
+        population: How many samples there are in all, where batches are drawn from a finite set and its own
+            loss is what counts: ``len(dataset)``. Matters once batches are a good part of it.
         reduction: Whether the objective's loss is the mean or the sum over its samples.
         curvature: Which matrix: ``GaussNewton()``, ``Hessian()``, ``EmpiricalFisher()``, …
         products: How to multiply with it: ``Auto()``, ``Traced()``, ``Formed()``, ``DoubleBackward()``.
@@ -137,6 +139,7 @@ class BlockHF(Optimizer):
         slow_start: tuple[int, int] | None = None,
         curvature_batch_size: int | float | None = 0.03,
         micro_batch_size: int | None = None,
+        population: int | None = None,
         reduction: Reduction = "mean",
         curvature: Curvature | None = None,
         products: Products | None = None,
@@ -162,6 +165,7 @@ class BlockHF(Optimizer):
         self.sampling: Sampling = sampling or NoiseScale()
         self.curvature_batch_size = curvature_batch_size
         self.micro_batch_size = micro_batch_size
+        self.population = population
         self.reduction: Reduction = reduction
         self.measure_memory = measure_memory
         self.report = None
@@ -439,6 +443,10 @@ class BlockHF(Optimizer):
 
         # Of each rank's samples, the last are held out, and the first are the gradient's and the curvature's.
         num_available, num_held_out = sum(sizes), 0
+        if self.population is not None and num_available > self.population:
+            raise ValueError(
+                f"population is {self.population}, but the batch alone has {num_available} samples."
+            )
         if searches and hasattr(self.search, "num_held_out"):
             num_held_out = self.search.num_held_out(num_available, self.sampling.size(num_available))
         held_out = share_out(num_held_out, sizes)
@@ -452,20 +460,27 @@ class BlockHF(Optimizer):
         )
         own, self._counts = sizes[rank], curved
         shared: dict[str, Any] = {}
+        seen = [0] * len(sizes)
+        if self.population is not None and num_held_out > 0:
+            seen = share_out(min(num_held_out, num_samples), gradients)
         if self._crew is not None:
             shared = {
                 "share": Share.of(gradients, rank),
                 "curvature_share": Share.of(curved, rank),
                 "held_out_share": Share.of(held_out, rank),
+                "seen_share": Share.of(seen, rank),
                 "total": self._crew.team.sum,
             }
         # One sample, with no weight, stands in where there is none.
+        end = max(gradients[rank], 1)
         return self._make_problem(
             objective,
-            take(batch, 0, max(gradients[rank], 1)) if gradients[rank] < own else batch,
+            take(batch, 0, end) if gradients[rank] < own else batch,
             blocks,
             max(curved[rank], 1) if curvature is None else curvature,
             held_out_batch=take(batch, own - max(held_out[rank], 1), own) if num_held_out > 0 else None,
+            seen_batch=take(batch, end - max(seen[rank], 1), end) if any(seen) else None,
+            seen=num_samples / self.population if self.population else 0.0,
             **shared,
         )
 
@@ -685,7 +700,7 @@ class BlockHF(Optimizer):
     def _check_settings(self) -> None:
         if self.reduction not in ("mean", "sum"):
             raise ValueError(f"reduction is {self.reduction!r}, but must be 'mean' or 'sum'.")
-        for name in ("curvature_batch_size", "micro_batch_size"):
+        for name in ("curvature_batch_size", "micro_batch_size", "population"):
             value = getattr(self, name)
             share = name == "curvature_batch_size" and isinstance(value, float) and 0 < value <= 1
             if value is not None and not share and (not isinstance(value, int) or value < 1):
@@ -737,7 +752,8 @@ class _Found:
         gradient, num_samples, checks, everything = add_up([*own, problem.meter.total])
         per_sample = gradient / max(num_samples, 1)
         rest = (everything - checks - problem.sum_over * per_sample) / per_sample if per_sample else 0.0
-        return Spent(problem.sum_over, choice.signal, rest)
+        population = problem.sum_over / problem.seen if problem.seen else math.inf
+        return Spent(problem.sum_over, choice.signal, rest, population)
 
     def shares(self, choice: Choice) -> Sequence[float]:
         return choice.coefficients or [0.0] * len(self.groups)

@@ -21,11 +21,13 @@ class Spent:
         signal: The slope along the directions on samples that the gradient has not seen, over that on its
             own: 1 without noise, 1/2 where there is as much noise as signal. ``None`` where it is unknown.
         rest: The cost of all else in the step, in gradients of one sample.
+        population: How many samples there are in all; infinity where they are new at each step.
     """
 
     num_samples: int
     signal: float | None
     rest: float
+    population: float = math.inf
 
 
 class Sampling(Protocol):
@@ -58,6 +60,10 @@ class NoiseScale:
     scale: with so many samples there is as much noise as signal. If all else in a step costs as much as the
     gradients of ``m`` samples, then progress over price, :math:`n / ((n + n_0)(n + m))`, is largest at
     :math:`n = \sqrt{n_0 m}`. The noise scale is small at first and grows as the loss nears its minimum.
+
+    Of a finite set of ``N`` samples, ``n`` have the noise :math:`n_0 (1/n - 1/N)`, and those left out lean
+    the other way: the signal on them is :math:`(1 - n_0/N) / (1 + n_0 (1/n - 1/N))`. Progress over price is
+    then largest at :math:`n = \sqrt{n_0 m / (1 - n_0/N)}`, or for :math:`n_0 \ge N` with all samples.
 
     Args:
         start: The share of the batch in the first step.
@@ -96,10 +102,13 @@ class NoiseScale:
         if spent.signal is None or not math.isfinite(spent.signal):
             return
         signal = min(max(spent.signal, 0.02), 0.98)
-        scale = math.log(spent.num_samples * (1 - signal) / signal)
+        taken = spent.num_samples / spent.population
+        scale = math.log(spent.num_samples * (1 - signal) / (signal * (1 - taken) + taken))
         known = self._log_scale
         self._log_scale = scale if known is None else self.memory * known + (1 - self.memory) * scale
-        wanted = math.sqrt(math.exp(self._log_scale) * max(spent.rest, 1.0))
+        noise = math.exp(self._log_scale)
+        excess = max(1 - noise / spent.population, 1e-9)
+        wanted = math.sqrt(noise * max(spent.rest, 1.0) / excess)
         slowest, fastest = spent.num_samples / self.change, spent.num_samples * self.change
         self._size = min(max(wanted, slowest), fastest)
 

@@ -7,7 +7,7 @@ block, or none where nothing was good enough. A block's ``lr`` multiplies its di
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, Protocol
@@ -212,6 +212,25 @@ class BestIterate:
         return best
 
 
+LossAt = Callable[[Sequence[Tensor]], Tensor]
+"""The loss after an update."""
+
+
+@dataclass(frozen=True)
+class _Mixed:
+    """The loss of all samples there are: those seen by themselves, the others as those held out are."""
+
+    share: float
+    seen: LossAt
+    unseen: LossAt
+
+    def of(self, seen: Tensor, unseen: Tensor) -> Tensor:
+        return self.share * seen + (1 - self.share) * unseen
+
+    def __call__(self, update: Sequence[Tensor]) -> Tensor:
+        return self.of(self.seen(update), self.unseen(update))
+
+
 _FEWEST_HELD_OUT = 32
 _TREND = 0.8
 
@@ -229,7 +248,12 @@ class Subspace:
     where momentum helps. Directions fit the samples they come from, so on those samples any step looks good;
     on others the coefficients are honest. A block's ``lr`` multiplies the result.
 
-    The step is halved until the held-out loss falls. The damping :math:`\lambda` follows the reduction ratio
+    Where the samples are part of a finite set whose own loss counts (``population`` of the optimizer), and a
+    share ``s`` of it was seen, :math:`g` and the loss are ``s`` times those of the samples seen and
+    :math:`1 - s` times those of the samples held out. That is unbiased for the whole set; without it, those
+    held out lean against those seen, and the step is too short where ``s`` is large.
+
+    The step is halved until that loss falls. The damping :math:`\lambda` follows the reduction ratio
     like that of ``LevenbergMarquardt``.
 
     Args:
@@ -285,16 +309,27 @@ class Subspace:
     def choose(self, problem: Problem, loss: float, proposals: Sequence[Proposal]) -> Choice:
         unseen = problem.held_out()
         if unseen is None:
-            return self._choose(problem, loss, [proposal.gradient for proposal in proposals], proposals)
+            own = [proposal.gradient for proposal in proposals]
+            return self._choose(problem, problem.loss_at, loss, own, proposals)
         with unseen:
             before, gradient = unseen.differentiate()
-            choice = self._choose(unseen, float(before), gradient, proposals)
-        slope = sum(proposal.slope for proposal in proposals)
-        found = sum(float(own @ each.direction) for own, each in zip(gradient, proposals, strict=True))
+            slope = sum(proposal.slope for proposal in proposals)
+            found = sum(float(own @ each.direction) for own, each in zip(gradient, proposals, strict=True))
+            loss_at, seen = unseen.loss_at, problem.seen_again()
+            if seen is not None:
+                loss_at = _Mixed(problem.seen, seen.loss_at, unseen.loss_at)
+                before = loss_at.of(seen.loss_at([torch.zeros_like(own) for own in gradient]), before)
+                gradient = [loss_at.of(p.gradient, own) for p, own in zip(proposals, gradient, strict=True)]
+            choice = self._choose(unseen, loss_at, float(before), gradient, proposals)
         return replace(choice, before=float(before), signal=found / slope if slope < 0 else None)
 
     def _choose(
-        self, problem: Problem, before: float, gradient: Sequence[Tensor], proposals: Sequence[Proposal]
+        self,
+        problem: Problem,
+        loss_at: LossAt,
+        before: float,
+        gradient: Sequence[Tensor],
+        proposals: Sequence[Proposal],
     ) -> Choice:
         columns, vectors = self._directions(problem, proposals)
         if not vectors:
@@ -317,7 +352,7 @@ class Subspace:
         scale = 1.0
         for trial in range(self.max_tries):
             update = [own * scale for own in direction] if trial else direction
-            after = float(problem.loss_at(update))
+            after = float(loss_at(update))
             taken = scale * full
             change = float(slopes @ taken + 0.5 * taken @ curved @ taken)
             if math.isfinite(after) and after < before:

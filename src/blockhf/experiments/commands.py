@@ -232,7 +232,8 @@ def _check(configs: Sequence[Config], samples: tuple[tasks.Samples, tasks.Sample
             task, spec = tasks.get(configs[0].task, configs[0].preset), Spec.parse(text)
             model = task.make_model()
             runs.updates_per_epoch(spec, task, samples[0])
-            spec.start(task, model, costs.unit(task, model, samples[0]))
+            unit = costs.unit(task, model, samples[0])
+            spec.start(task, model, unit, population=len(samples[0]))
 
 
 def _run(

@@ -13,8 +13,9 @@ A spec is a name and, after a colon, options with commas between them::
 
 ``batch`` is the number of samples of an update, the task's large batch unless it is named; ``curvature`` the
 number of those that curvature is taken from; ``schedule=cosine`` lets ``lr`` fall to zero over the budget.
-All others go to the optimizer. For ``blockhf`` a policy is named by its class, ``search=Backtracking``, and
-``without=`` leaves out a part of the method: ``without=momentum`` (see ``WITHOUT``).
+All others go to the optimizer. ``blockhf`` is told the size of the training set; for it a policy is named by
+its class, ``search=Backtracking``, and ``without=`` leaves out a part of the method: ``without=momentum`` (see
+``WITHOUT``).
 """
 
 from __future__ import annotations
@@ -66,6 +67,7 @@ WITHOUT: Mapping[str, Callable[[], dict[str, Any]]] = {
     "cg": lambda: {"solver": Precondition()},
     "sampling": lambda: {"sampling": AllSamples()},
     "adaptation": lambda: {"damping": ByCoefficient().initial},
+    "population": lambda: {"population": None},
 }
 """Parts of the default method, and what it has in their place without them."""
 
@@ -179,22 +181,37 @@ class Spec:
             return PARTITIONS[self.options["blocks"]]
         return blocks.single if self.name == "hf" else task.make_blocks
 
-    def start(self, task: Task, model: nn.Module, unit: Unit, ranks: Ranks = ALONE) -> Method:
-        """Set it up for a model, in this process and in the others that share the work."""
+    def start(
+        self,
+        task: Task,
+        model: nn.Module,
+        unit: Unit,
+        ranks: Ranks = ALONE,
+        *,
+        population: int | None = None,
+    ) -> Method:
+        """Set it up for a model and a training set of so many samples, if that is known.
+
+        In this process and in the others that share the work.
+        """
         rest = {key: value for key, value in self.options.items() if key not in _OURS_SECOND}
         try:
             if self.is_second_order:
-                second = self._second_order(task, model, {**rest, "mesh": ranks.mesh})
+                second = self._second_order(task, model, population, {**rest, "mesh": ranks.mesh})
                 return Method(self, task, model, unit, second, ranks)
             return Method(self, task, model, unit, self._class()(list(model.parameters()), **rest), ranks)
         except (TypeError, ValueError) as error:
             raise ValueError(f"{self} does not work on {task.name}: {error}") from error
 
-    def _second_order(self, task: Task, model: nn.Module, rest: dict[str, Any]) -> BlockHF:
+    def _second_order(
+        self, task: Task, model: nn.Module, population: int | None, rest: dict[str, Any]
+    ) -> BlockHF:
         partition = self.partition(task)
         assert partition is not None
         rest = {key: _policy(value) for key, value in rest.items()}
         common: dict[str, Any] = {"measure_memory": False}
+        if self.name == "blockhf":
+            common["population"] = population
         if "curvature" in self.options:
             common["curvature_batch_size"] = self.options["curvature"]
         if "without" in self.options:

@@ -40,8 +40,8 @@ def families(task: Task) -> dict[str, list[str]]:
     entropy. L-BFGS has its line search besides the rate, and so the iterations on a batch as a choice too;
     K-FAC has dampings.
 
-    ``blockhf`` gets a batch of half of the autoencoder's data, of which it takes what it needs; where the
-    large batch is fixed, as for the CNN, that one.
+    ``blockhf`` gets all of the autoencoder's data, of which it takes what it needs; where the large batch is
+    fixed, as for the CNN, that one.
     """
     small, large = min(task.adam_batches), task.large_batch
     own = f"batch={task.race_batch}"

@@ -250,7 +250,9 @@ class Run:
         if self.task.averaging is not None:
             self.averaged = AveragedModel(self.model, multi_avg_fn=_average(self.task))
         self.unit = costs.unit(self.task, self.model, self.train)
-        self.method = self.spec.start(self.task, self.model, self.unit, self.ranks)
+        self.method = self.spec.start(
+            self.task, self.model, self.unit, self.ranks, population=len(self.train)
+        )
         if self.ranks.leads:
             files.write(self.folder / "config.json", files.to_json(self._wanted, indent=2))
         checkpoint = self.folder / "checkpoint.pt"

@@ -187,7 +187,7 @@ def _autoencoder(preset: Preset) -> Task:
         load=load,
         metric="loss",
         large_batch=6000,
-        race_batch=30_000,
+        race_batch=60_000,
         curvature_batches=(3000, 1200, 600),
         adam_batches=(600, 6000),
         recipe={"lr": 0.1, "damping": 0.0, "max_cg_steps": 30, "warm_start": 0.95},
