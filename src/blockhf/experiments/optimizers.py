@@ -14,8 +14,8 @@ A spec is a name and, after a colon, options with commas between them::
 ``batch`` is the number of samples of an update, the task's large batch unless it is named; ``curvature`` the
 number of those that curvature is taken from; ``schedule=cosine`` lets ``lr`` fall to zero over the budget.
 All others go to the optimizer. ``blockhf`` is told the size of the training set; for it a policy is named by
-its class, ``search=Backtracking``, and ``without=`` leaves out a part of the method: ``without=momentum`` (see
-``WITHOUT``).
+its class, ``search=Backtracking``, and ``without=`` leaves out a part of the method: ``without=momentum``
+(see ``WITHOUT``).
 """
 
 from __future__ import annotations
