@@ -55,6 +55,11 @@ def test_a_traced_product_costs_what_it_costs_to_run_it(case: Case) -> None:
     [
         (lambda a, v: a @ v, 2 * 25),
         (lambda a, v: a @ a, 2 * 125),
+        (lambda a, v: torch.addmm(a, a, a), 2 * 125),
+        (lambda a, v: a.clone().addmm_(a, a), 2 * 125),
+        (lambda a, v: torch.addmv(v, a, v), 2 * 25),
+        (lambda a, v: v.clone().addmv_(a, v), 2 * 25),
+        (lambda a, v: torch.zeros(3, 5, 2).baddbmm_(a.expand(3, 5, 5), torch.ones(3, 5, 2)), 2 * 3 * 50),
         (lambda a, v: torch.linalg.cholesky(a), 125 // 3),
         (lambda a, v: torch.cholesky_inverse(a), 2 * 125 // 3),
         (lambda a, v: torch.linalg.eigh(a), 9 * 125),
@@ -68,6 +73,19 @@ def test_an_operation_costs_its_leading_term(run: Callable[[Tensor, Tensor], obj
     with meter.counting("work"):
         run(torch.eye(5), torch.ones(5))
     assert meter.total == expected
+
+
+def test_forming_costs_its_last_products_besides_the_jacobians() -> None:
+    task = Task(num_samples=200)
+    optimizer = BlockHF.paper(blocks.by_layer(task.model), products=Formed(), damping=1.0)
+    with optimizer._problem(task.objective, task.batch, None) as problem:
+        problem.differentiate()
+        problem.meter.totals.clear()
+        problem.matrix()
+    num_outputs = task.model(task.batch[0])[0].numel()
+    least = sum(2 * 200 * num_outputs * block.size**2 for block in problem.blocks)
+    forming = problem.meter.totals["forming"]
+    assert least < forming < 1.5 * least
 
 
 def test_a_count_within_a_count_is_part_of_it() -> None:

@@ -43,8 +43,14 @@ def _convolution_backward(gradient: Tensor, inputs: Tensor, weight: Tensor, *res
     return int(2 * positions.numel() * (weight.numel() // weight.shape[0]) * sum(mask[:2]))
 
 
+def _added(_: Tensor, left: Tensor, right: Tensor, *__: Any, **___: Any) -> int:
+    """A matrix product that is added to something."""
+    return 2 * left.numel() * (right.shape[-1] if right.dim() > 1 else 1)
+
+
 # torch's own count of the gradient of a convolution is too large where it has groups, as under vmap.
-# Golub & Van Loan, "Matrix Computations". The matrix-vector product is missing in torch's own table.
+# Golub & Van Loan, "Matrix Computations". Missing in torch's own table are products with a vector and those
+# that are added in place.
 _FORMULAS: dict[Any, Callable[..., Any]] = {
     _aten.linalg_cholesky_ex: _cubic(1 / 3),
     _aten.cholesky_inverse: _cubic(2 / 3),
@@ -54,6 +60,7 @@ _FORMULAS: dict[Any, Callable[..., Any]] = {
     _aten.linalg_solve_triangular: lambda factor, b, *_, **__: factor.shape[-1] * b.numel(),
     _aten.convolution_backward: _convolution_backward,
     _aten.mv: lambda matrix, *_, **__: 2 * matrix.numel(),
+    **dict.fromkeys((_aten.addmm_, _aten.baddbmm_, _aten.addmv, _aten.addmv_), _added),
 }
 
 
