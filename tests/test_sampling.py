@@ -48,7 +48,7 @@ def test_the_size_follows_the_noise_scale(signal: float | None, rest: float, exp
     ("scale", "expected"),
     [
         pytest.param(500.0, 816, id="the root of 500 times 1000 over 1 - 500 / 2000, and not 707"),
-        pytest.param(1500.0, 1999, id="nearly all"),
+        pytest.param(1500.0, 1732, id="the root of 1500 times 500 over 1 - 1500 / 2000, and not 870"),
         pytest.param(1990.0, 2000, id="all there are"),
     ],
 )
@@ -58,7 +58,7 @@ def test_of_a_finite_set_more_are_taken_as_those_left_out_lean_the_other_way(
     n, population = 1000, 2000
     signal = (1 - scale / population) / (1 + scale * (1 / n - 1 / population))
     sampling = NoiseScale(change=1000.0)
-    rest = 1000.0 if scale < 1000 else 666.0
+    rest = 1000.0 if scale < 1000 else 500.0
     sampling.update(Spent(n, signal, rest, population))
     assert sampling.size(population) == expected
 
@@ -178,7 +178,13 @@ def test_the_first_gradient_takes_a_share_of_what_is_not_held_out(num_samples: i
     ],
 )
 def test_a_share_of_curvature_samples_is_taken_in_whole_steps(num_samples: int, expected: int) -> None:
-    optimizer = BlockHF(blocks.by_layer(Task().model))
+    optimizer = BlockHF(blocks.by_layer(torch.nn.Linear(40, 25)))
+    assert optimizer._num_curvature_samples(num_samples) == expected
+
+
+@pytest.mark.parametrize(("num_samples", "expected"), [(200, 200), (12_000, 300), (19_000, 600)])
+def test_the_steps_are_half_as_large_where_all_blocks_are_small(num_samples: int, expected: int) -> None:
+    optimizer = BlockHF(blocks.by_layer(torch.nn.Linear(39, 25)))
     assert optimizer._num_curvature_samples(num_samples) == expected
 
 

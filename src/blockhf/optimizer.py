@@ -49,6 +49,9 @@ _POLICIES = {
 _FEWEST_SAMPLES = 600
 """Neither gradient nor, where a share is asked for, curvature is taken from fewer, if there are as many."""
 
+_SMALL_BLOCK = 1000
+"""Where no block has more parameters, half as many samples are enough for curvature."""
+
 _SETTINGS = ("curvature_batch_size", "micro_batch_size", "population", "reduction", "measure_memory")
 
 
@@ -89,7 +92,8 @@ class BlockHF(Optimizer):
         slow_start: ``(num_updates, max_cg_steps)``: fewer CG iterations in the first updates.
 
         curvature_batch_size: How many samples of the gradient's, from their front, curvature is taken from; a
-            share of them, as the nearest multiple of 600; or ``None`` for all.
+            share of them, as the nearest multiple of 600 (of 300, where no block has more than 1,000
+            parameters); or ``None`` for all.
         micro_batch_size: How many samples are in memory at a time; the result is the same.
         population: How many samples there are in all, where batches are drawn from a finite set and its own
             loss is what counts: ``len(dataset)``. Matters once batches are a good part of it.
@@ -510,7 +514,9 @@ class BlockHF(Optimizer):
         size = self.curvature_batch_size
         if isinstance(size, float):
             # In whole steps, as products are traced, and the trace checked, anew for each new size.
-            size = max(round(size * num_samples / _FEWEST_SAMPLES), 1) * _FEWEST_SAMPLES
+            largest = max(block.size for block in self._blocks())
+            unit = _FEWEST_SAMPLES // 2 if largest <= _SMALL_BLOCK else _FEWEST_SAMPLES
+            size = max(round(size * num_samples / unit), 1) * unit
         return min(num_samples if size is None else size, num_samples)
 
     def _linearize(self, problem: Problem, num_products: Sequence[int]) -> BlockMatrix:

@@ -22,7 +22,7 @@ from blockhf.curvature.traced import Traced
 from blockhf.objective import Problem, batch_size
 from blockhf.operators import BlockMatrix
 
-_SMALLEST = 1_000_000
+_SMALLEST = 500_000
 """Parameters times samples from which on it pays to look for another way than the double backward."""
 
 _LONGEST_GRAPH = 1000
