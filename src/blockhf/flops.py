@@ -76,15 +76,25 @@ def flops_of(operation: Any, args: Any, kwargs: Any, result: Any) -> int:
 
 def flops_of_graph(graph: fx.Graph) -> int:
     """The floating point operations of a recorded graph, which need not be run for it."""
+    return sum(_cost(node) for node in graph.nodes if node.op == "call_function")
 
-    def value(node: fx.Node) -> Any:
-        return node.meta.get("val")
 
-    return sum(
-        flops_of(node.target, fx.map_arg(node.args, value), fx.map_arg(node.kwargs, value), value(node))
+def entries_besides(graph: fx.Graph) -> int:
+    """How many entries those operations of a recorded graph write that are not counted; views write none."""
+    writing = [
+        node
         for node in graph.nodes
-        if node.op == "call_function"
-    )
+        if node.op == "call_function" and not getattr(node.target, "is_view", True) and not _cost(node)
+    ]
+    values = [node.meta.get("val") for node in writing]
+    return sum(value.numel() for value in values if isinstance(value, Tensor))
+
+
+def _cost(node: fx.Node) -> int:
+    def value(other: fx.Node) -> Any:
+        return other.meta.get("val")
+
+    return flops_of(node.target, fx.map_arg(node.args, value), fx.map_arg(node.kwargs, value), value(node))
 
 
 class Counter(TorchDispatchMode):  # type: ignore[no-untyped-call]

@@ -45,7 +45,7 @@ from blockhf.curvature.rewrites import (
     simplify,
     write_results,
 )
-from blockhf.flops import Meter, flops_of_graph
+from blockhf.flops import Meter, entries_besides, flops_of_graph
 from blockhf.objective import (
     Evaluation,
     Objective,
@@ -62,6 +62,10 @@ from blockhf.operators import gram_by_products
 _LONG = 1500
 """Operations from which on only what repeats is compiled."""
 
+_DENSE = 600
+"""Multiplications and additions for each entry that anything else writes, from which on a CPU has nothing to
+gain from compiling: nearly all of its time goes to matrix products, which compiling leaves as they are."""
+
 
 class Traced:
     """Products by a traced linearization.
@@ -71,7 +75,8 @@ class Traced:
 
     Args:
         compile: Run the products through ``torch.compile``. The first product of each block then takes
-            10 s to minutes; later steps, and later runs on the same machine, reuse what was compiled.
+            10 s to minutes; later steps, and later runs on the same machine, reuse what was compiled. What is
+            little else than matrix products is left as it is on a CPU, where compiling made it slower.
         memory_budget: How many bytes of residuals of micro-batches to keep between products. The default
             keeps none, if the curvature batch has more than one micro-batch.
         max_traces: How many traces, of different shapes or modes, to remember.
@@ -201,6 +206,8 @@ class Trace:
         self._halves: dict[int, _Product] = {}
         self.seconds = 0.0
         self.compile = False
+        self._left_plain = False
+        self._on_cpu = all(param.device.type == "cpu" for block in blocks for param in block.params)
 
     def at(self, problem: Problem, part: Part) -> tuple[_TracedPart, Tensor]:
         """The matrix on the samples of a part, and the loss there."""
@@ -248,7 +255,7 @@ class Trace:
         """The function from residuals and a column's vector to a row's product."""
         if (row, column) not in self._products:
             product = self._restricted(self._pieces(row), column)
-            self._products[row, column] = (_Compiled if self.compile else _InPlace)(product)
+            self._products[row, column] = (_Compiled if self._compiles(product) else _InPlace)(product)
         return self._products[row, column]
 
     @property
@@ -261,8 +268,16 @@ class Trace:
         if column not in self._halves:
             first = sum(self._sizes)
             product = self._restricted(range(first, first + 2 * self._num_halves), column)
-            self._halves[column] = _Compiled(product) if self.compile else product
+            self._halves[column] = _Compiled(product) if self._compiles(product) else product
         return self._halves[column]
+
+    def _compiles(self, product: _Product) -> bool:
+        if not self.compile:
+            return False
+        assert isinstance(product.function, fx.GraphModule)
+        dense = product.flops > _DENSE * entries_besides(product.function.graph)
+        self._left_plain = dense and self._on_cpu
+        return not self._left_plain
 
     def _restricted(self, results: range, column: int) -> _Product:
         return _Product(*restrict(self._product, self._num_residuals, results, self._pieces(column)))
@@ -276,7 +291,9 @@ class Trace:
         """What the report says of products that are made by this trace."""
         compiled = [product.seconds for product in self._products.values() if isinstance(product, _Compiled)]
         note = f"traced, {self.num_nodes} operations, in {self.seconds:.1f} s"
-        return note + (f", compiled in {sum(compiled):.1f} s" if compiled else "")
+        if compiled:
+            return f"{note}, compiled in {sum(compiled):.1f} s"
+        return f"{note}, not compiled, as it is matrix products" if self._left_plain else note
 
 
 class _Product:
