@@ -280,6 +280,18 @@ def test_medians_over_the_seeds_count() -> None:
     assert claims.series(line, claims.Metric("", key, False)) == {10: 5}
 
 
+def test_a_median_is_taken_where_all_seeds_were_evaluated() -> None:
+    key = "test_loss"
+    curves: list[Curve] = [
+        {10: (1.0, 1.0), 39: (5.0, 5.0)},
+        {10: (2.0, 2.0), 40: (3.0, 3.0)},
+        {10: (9.0, 9.0)},
+    ]
+    runs = [entry("hf:curvature=600", curve, key, seed) for seed, curve in enumerate(curves)]
+    line = (Spec.parse("hf:curvature=600"), runs)
+    assert claims.series(line, claims.Metric("", key, False)) == {10: 2.0}
+
+
 def write(folder: Path, *comparisons: Comparison) -> Path:
     for each in comparisons:
         (folder / each.task).mkdir(parents=True)

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from blockhf.experiments import comparison, files, tasks
+from blockhf.experiments import files, tasks
 from blockhf.experiments.comparison import Comparison, Entry
 from blockhf.experiments.optimizers import Spec
 from blockhf.experiments.page import number
@@ -212,11 +212,21 @@ def lines(compared: Comparison, optimizer: str) -> dict[int, Line]:
 
 
 def series(line: Line | None, metric: Metric) -> Series:
-    """The median curve along updates, without the start; empty where there is no line."""
+    """The median curve along those updates, the start left out, that all seeds have; empty without a line.
+
+    At an update that some seeds lack, a median over the others would be another seed's and no change.
+    """
     if line is None:
         return {}
-    curve = comparison.curve(*line, metric.key, "update")
-    return {int(at): value for at, value in zip(curve.along, curve.middle, strict=True) if at > 0}
+    values: dict[int, list[float]] = {}
+    for entry in line[1]:
+        for point in entry.points:
+            update, value = point["update"], point[metric.key]
+            if update and value is not None:
+                values.setdefault(int(update), []).append(value)
+    return {
+        update: statistics.median(own) for update, own in sorted(values.items()) if len(own) == len(line[1])
+    }
 
 
 def alike(*found: Line | None) -> list[Line | None]:
