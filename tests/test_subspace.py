@@ -118,7 +118,7 @@ class Searched:
             as_blocks(groups),
             held_out_batch=self.unseen if num_held_out else None,
             seen_batch=self.again if share else None,
-            seen=share,
+            population=80 / share if share else None,
             linearize=lambda problem, _: DoubleBackward().linearize(GaussNewton(), problem),
         )
         self.bad: Callable[[Tensor], Tensor] = lambda loss: loss

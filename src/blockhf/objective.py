@@ -329,7 +329,7 @@ class Problem:
         reduction: How the objective's loss sums up its samples.
         held_out_batch: Samples that neither gradient nor curvature may see.
         seen_batch: As many of those that the gradient has seen, to compare.
-        seen: What part the gradient's samples are of all that the loss is meant for.
+        population: How many samples there are in all, where that is known.
         sum_over: To how many samples a sum is scaled; zero stands for those of the gradient.
         share: What part of the gradient's samples is in the batch; ``None`` stands for all.
         curvature_share: The same of the curvature batch.
@@ -349,7 +349,7 @@ class Problem:
     reduction: Reduction = "mean"
     held_out_batch: Any = None
     seen_batch: Any = None
-    seen: float = 0.0
+    population: float | None = None
     sum_over: int = 0
     share: Share | None = None
     curvature_share: Share | None = None
@@ -386,6 +386,11 @@ class Problem:
         self._evaluation: Evaluation | None = None
         self._matrix: BlockMatrix | None = None
         self._buffers = IsolatedBuffers()
+
+    @property
+    def seen(self) -> float:
+        """What part the gradient's samples are of all there are."""
+        return self.sum_over / self.population if self.population else 0.0
 
     @property
     def num_curvature_total(self) -> int:

@@ -484,7 +484,7 @@ class BlockHF(Optimizer):
             max(curved[rank], 1) if curvature is None else curvature,
             held_out_batch=take(batch, own - max(held_out[rank], 1), own) if num_held_out > 0 else None,
             seen_batch=take(batch, end - max(seen[rank], 1), end) if any(seen) else None,
-            seen=num_samples / self.population if self.population else 0.0,
+            population=self.population,
             **shared,
         )
 
@@ -758,8 +758,7 @@ class _Found:
         gradient, num_samples, checks, everything = add_up([*own, problem.meter.total])
         per_sample = gradient / max(num_samples, 1)
         rest = (everything - checks - problem.sum_over * per_sample) / per_sample if per_sample else 0.0
-        population = problem.sum_over / problem.seen if problem.seen else math.inf
-        return Spent(problem.sum_over, choice.signal, rest, population)
+        return Spent(problem.sum_over, choice.signal, rest, problem.population or math.inf)
 
     def shares(self, choice: Choice) -> Sequence[float]:
         return choice.coefficients or [0.0] * len(self.groups)

@@ -206,7 +206,6 @@ class Trace:
         self._halves: dict[int, _Product] = {}
         self.seconds = 0.0
         self.compile = False
-        self._left_plain = False
         self._on_cpu = all(param.device.type == "cpu" for block in blocks for param in block.params)
 
     def at(self, problem: Problem, part: Part) -> tuple[_TracedPart, Tensor]:
@@ -275,9 +274,8 @@ class Trace:
         if not self.compile:
             return False
         assert isinstance(product.function, fx.GraphModule)
-        dense = product.flops > _DENSE * entries_besides(product.function.graph)
-        self._left_plain = dense and self._on_cpu
-        return not self._left_plain
+        is_dense = product.flops > _DENSE * entries_besides(product.function.graph)
+        return not (is_dense and self._on_cpu)
 
     def _restricted(self, results: range, column: int) -> _Product:
         return _Product(*restrict(self._product, self._num_residuals, results, self._pieces(column)))
@@ -293,7 +291,8 @@ class Trace:
         note = f"traced, {self.num_nodes} operations, in {self.seconds:.1f} s"
         if compiled:
             return f"{note}, compiled in {sum(compiled):.1f} s"
-        return f"{note}, not compiled, as it is matrix products" if self._left_plain else note
+        left_plain = self.compile and self._products
+        return f"{note}, not compiled, as it is matrix products" if left_plain else note
 
 
 class _Product:

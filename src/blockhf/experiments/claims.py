@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from blockhf.experiments import files, tasks
+from blockhf.experiments import comparison, files, tasks
 from blockhf.experiments.comparison import Comparison, Entry
 from blockhf.experiments.optimizers import Spec
 from blockhf.experiments.page import number
@@ -218,14 +218,11 @@ def series(line: Line | None, metric: Metric) -> Series:
     """
     if line is None:
         return {}
-    values: dict[int, list[float]] = {}
-    for entry in line[1]:
-        for point in entry.points:
-            update, value = point["update"], point[metric.key]
-            if update and value is not None:
-                values.setdefault(int(update), []).append(value)
+    _, entries = line
     return {
-        update: statistics.median(own) for update, own in sorted(values.items()) if len(own) == len(line[1])
+        int(update): statistics.median(value for _, value in own)
+        for update, own in comparison.by_update(entries, metric.key).items()
+        if update > 0 and len(own) == len(entries)
     }
 
 

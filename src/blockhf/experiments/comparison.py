@@ -294,15 +294,22 @@ class Curve:
     high: Sequence[float]
 
 
-def curve(spec: Spec, entries: Sequence[Entry], key: str, axis: str) -> Curve:
-    """The curve over the seeds, at those updates that at least half of them have in common."""
-    by_update: dict[float, list[tuple[float, float]]] = {}
+def by_update(
+    entries: Sequence[Entry], key: str, axis: str = "update"
+) -> dict[float, list[tuple[float, float]]]:
+    """For each evaluated update, in order, the runs' places along the axis and their values."""
+    found: dict[float, list[tuple[float, float]]] = {}
     for entry in entries:
         for point in entry.points:
             update, along, value = point["update"], point[axis], point[key]
             if update is not None and along is not None and value is not None:
-                by_update.setdefault(update, []).append((along, value))
-    places = [by_update[update] for update in sorted(by_update) if 2 * len(by_update[update]) >= len(entries)]
+                found.setdefault(update, []).append((along, value))
+    return dict(sorted(found.items()))
+
+
+def curve(spec: Spec, entries: Sequence[Entry], key: str, axis: str) -> Curve:
+    """The curve over the seeds, at those updates that at least half of them have in common."""
+    places = [own for own in by_update(entries, key, axis).values() if 2 * len(own) >= len(entries)]
     values = [[value for _, value in place] for place in places]
     places_along = [statistics.median(where for where, _ in place) for place in places]
     return Curve(
