@@ -263,6 +263,20 @@ def test_a_small_block_is_formed_and_a_large_one_is_traced_and_the_report_says_s
     assert "formed" in str(optimizer.report)
 
 
+@pytest.mark.usefixtures("nothing_is_too_small")
+def test_by_default_only_small_blocks_are_formed_for_the_sake_of_an_exact_solution() -> None:
+    model = mlp(3, 300, 40, 2)  # 1,200, 12,040 and 82 parameters
+    ways = {}
+    for small in (1000, 2000):
+        optimizer = BlockHF(blocks.by_layer(model), solver=Cholesky(small=small))
+        step(optimizer, model, 600)
+        assert optimizer.report is not None
+        ways[small] = [block.products.partition(",")[0] for block in optimizer.report.blocks]
+        assert [block.num_products for block in optimizer.report.blocks][1:] == [5, 0]
+    assert ways == {1000: ["traced", "traced", "formed"], 2000: ["formed", "traced", "formed"]}
+    assert Cholesky().small == 1000
+
+
 def test_a_tiny_problem_is_left_to_the_double_backward() -> None:
     model = mlp(3, 4, 2)
     optimizer = BlockHF.martens(blocks.by_layer(model))

@@ -25,6 +25,7 @@ from blockhf.solvers import (
     Status,
     System,
     conjugate_gradient,
+    worth_of,
 )
 
 NAN, INF = math.nan, math.inf
@@ -496,10 +497,11 @@ def test_gauss_seidel_solves_the_upper_triangle_of_blocks(formed: tuple[int, ...
     torch.testing.assert_close(found, torch.linalg.solve(damped, vector(7)))
 
 
-def test_a_factorization_is_worth_what_the_solver_says_and_gauss_seidel_what_its_own_does() -> None:
-    assert Cholesky().worth == GaussSeidel().worth == 100
-    assert GaussSeidel(Cholesky(worth=7)).worth == 7
-    assert GaussSeidel(ConjugateGradient()).worth == 0
+def test_an_exact_solution_of_a_small_block_is_worth_what_the_solver_says() -> None:
+    assert worth_of(Cholesky(), 1000) == worth_of(GaussSeidel(), 1000) == 100
+    assert worth_of(Cholesky(), 1001) == worth_of(GaussSeidel(), 1001) == 0
+    assert worth_of(GaussSeidel(Cholesky(worth=7, small=20)), 20) == 7
+    assert worth_of(GaussSeidel(ConjugateGradient()), 20) == 0
 
 
 def test_the_preconditioner_alone_takes_no_product() -> None:

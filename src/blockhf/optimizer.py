@@ -34,6 +34,7 @@ from blockhf.solvers import (
     Status,
     System,
     num_iterates,
+    worth_of,
 )
 
 # The policies, and the method by which each is asked.
@@ -326,8 +327,8 @@ class BlockHF(Optimizer):
             dampings = [float(group["damping"]) for group in groups]
             matrix, inverses = None, []
             if mine:
-                worth = int(getattr(self.solver, "worth", 0))
-                matrix = own.matrix([max(limit, worth) for limit in max_steps])
+                worth = [worth_of(self.solver, block.size) for block in own.blocks]
+                matrix = own.matrix(list(map(max, max_steps, worth)))
                 inverses = list(self.preconditioner.prepare(own, matrix, dampings))
 
         # 3. Conjugate gradients on each block.

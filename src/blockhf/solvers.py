@@ -238,6 +238,15 @@ class BlockSolver(Protocol):
     def solve(self, systems: Sequence[System], matrix: BlockMatrix) -> list[Solution]: ...
 
 
+def worth_of(solver: BlockSolver, size: int) -> int:
+    """How many products it is worth to form the matrix of a block of so many parameters.
+
+    That is for the solver to say, and nothing where it does not.
+    """
+    own = getattr(solver, "worth_of", None)
+    return 0 if own is None else int(own(size))
+
+
 @dataclass(frozen=True)
 class ConjugateGradient:
     """Each block by itself, as in the paper: no block needs to know of another.
@@ -278,10 +287,9 @@ class GaussSeidel:
 
     other: BlockSolver = field(default_factory=lambda: Cholesky())
 
-    @property
-    def worth(self) -> int:
-        """As that of ``other``."""
-        return int(getattr(self.other, "worth", 0))
+    def worth_of(self, size: int) -> int:
+        """As for ``other``."""
+        return worth_of(self.other, size)
 
     def solve(self, systems: Sequence[System], matrix: BlockMatrix) -> list[Solution]:
         solutions: dict[int, Solution] = {}
@@ -325,11 +333,18 @@ class Cholesky:
 
     Args:
         other: Solves what is not there.
-        worth: How many products it is worth at most to have a block's exact solution.
+        worth: How many products it is worth at most to have a small block's exact solution.
+        small: The most parameters of a small block. A larger one's matrix is known but roughly from the
+            samples that there are, and its exact solution is worth no more than a few CG steps.
     """
 
     other: BlockSolver = field(default_factory=ConjugateGradient)
     worth: int = 100
+    small: int = 1000
+
+    def worth_of(self, size: int) -> int:
+        """How many products, besides those of its CG steps, a block of so many parameters is worth."""
+        return self.worth if size <= self.small else 0
 
     def solve(self, systems: Sequence[System], matrix: BlockMatrix) -> list[Solution]:
         dense: Mapping[int, Tensor] = getattr(matrix, "dense", {})
