@@ -183,8 +183,6 @@ def in_one_process(shape: tuple[int, int], name: str, uneven: bool) -> dict[str,
         if index not in front
     ]
     middle = [index for index in range(NUM_SAMPLES) if index not in {*front, *compared, *tail}]
-    if num_data > 1 and not uneven and name not in ("few", "micro-batches"):
-        optimizer.micro_batch_size = NUM_CURVED // num_data  # parts that draw as the columns do
     arranged = tuple(tensor[front + middle + compared + tail] for tensor in batch)
     return act(optimizer, model, objective_for(optimizer.reduction), arranged)
 

@@ -25,6 +25,7 @@ from blockhf import (
     GaussNewton,
     Hessian,
     MonteCarloFisher,
+    Subspace,
     Traced,
     blocks,
 )
@@ -167,6 +168,14 @@ def test_another_mode_or_other_parameters_are_traced_anew(
     assert num_traces == [2]
 
 
+def test_the_trace_that_was_used_last_is_remembered_longest(num_traces: list[int]) -> None:
+    model = mlp(3, 4, 2)
+    optimizer = BlockHF.martens(blocks.single(model), products=Traced(max_traces=2))
+    for num_samples in (8, 5, 8, 6, 8, 7, 8):
+        step(optimizer, model, num_samples)
+    assert num_traces == [4]
+
+
 def test_no_more_traces_are_remembered_than_allowed(num_traces: list[int]) -> None:
     model = mlp(3, 4, 2)
     optimizer = BlockHF.martens(blocks.single(model), products=Traced(max_traces=1))
@@ -195,9 +204,17 @@ def test_a_number_that_the_objective_takes_from_elsewhere_is_noticed_when_it_cha
         return products.linearize(GaussNewton(), problem).product(0, 0, vector)
 
     first = product()
-    weight[0] = 2.0
-    torch.testing.assert_close(product(), 2 * first)
-    assert num_traces == [2]
+    for number in range(2, 8):  # however often, if it stays for a while
+        weight[0] = float(number)
+        torch.testing.assert_close(product(), number * first)
+        torch.testing.assert_close(product(), number * first)
+        assert num_traces == [number]
+    for number in range(8, 11):
+        weight[0] = float(number)
+        product()
+    weight[0] = 11.0
+    with pytest.raises(TracingError, match="changes from call to call"):
+        product()
 
 
 def test_an_objective_that_always_changes_ends_in_a_tracing_error() -> None:
@@ -525,3 +542,47 @@ def test_slices_of_a_recurrence_are_put_together_at_once() -> None:
     targets = [str(node.target) for node in trace._product.graph.nodes]
     assert "aten.select_backward.default" not in targets
     assert "aten.stack.default" in targets
+
+
+@pytest.mark.usefixtures("nothing_is_too_small")
+def test_a_loaded_state_takes_as_many_samples_where_blocks_are_formed() -> None:
+    """What forming costs must not depend on what the process saw before: sizes go by it."""
+
+    def optimizer_for(model: nn.Module) -> BlockHF:
+        return BlockHF(blocks.by_layer(model))
+
+    def steps(optimizer: BlockHF, model: nn.Module) -> list[Any]:
+        found = []
+        for _ in range(4):
+            step(optimizer, model, 6000)
+            assert optimizer.report is not None
+            work = optimizer.report.work
+            found.append(
+                (work["gradient_batch"], work["forming_flops"], work["flops"] - work["gradient_flops"])
+            )
+        return found
+
+    straight = mlp(3, 300, 5, 2)
+    optimizer = optimizer_for(straight)
+    steps(optimizer, straight)
+    resumed = copy.deepcopy(straight)
+    other = optimizer_for(resumed)
+    other.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    assert steps(other, resumed) == steps(optimizer, straight)
+    for one, two in zip(resumed.parameters(), straight.parameters(), strict=True):
+        assert torch.equal(one, two)
+
+
+@pytest.mark.usefixtures("nothing_is_too_small")
+@pytest.mark.parametrize("products", [Auto, Formed])
+def test_a_loss_alone_is_refused_in_our_own_words(products: Callable[[], Any]) -> None:
+    model = mlp(3, 4, 2)
+    optimizer = BlockHF(blocks.by_layer(model), products=products())
+    with pytest.raises(ValueError, match="outputs"):
+        optimizer.step(lambda batch: squares(model)(batch)[1], data(200))
+
+
+def test_held_out_samples_come_in_few_sizes() -> None:
+    search = Subspace()
+    numbers = {search.num_held_out(60_000, wanted) for wanted in range(600, 59_000, 7)}
+    assert numbers == {512, 768, 1024, 1280, 1536, 1792}

@@ -38,6 +38,17 @@ class Transposed(nn.Module):
         return (self.second.T @ torch.tanh(inputs @ self.first).T).T
 
 
+class TiedBothWays(nn.Module):
+    """A matrix that leads in and, transposed, out again."""
+
+    def __init__(self, num_hidden: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(num_hidden, 5))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return torch.tanh(inputs @ self.weight.T) @ self.weight
+
+
 class Steps(nn.Module):
     """A layer at each step of a sequence, with the steps before or behind the samples."""
 
@@ -55,6 +66,8 @@ KNOWN: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "linear layers": (lambda: nn.Sequential(nn.Linear(5, 6), nn.Tanh(), nn.Linear(6, 3, bias=False)), (5,)),
     "entry by entry": (Scaled, (5,)),
     "transposed": (Transposed, (5,)),
+    "tied both ways": (lambda: TiedBothWays(4), (5,)),
+    "tied both ways, square": (lambda: TiedBothWays(5), (5,)),
     "steps behind": (lambda: Steps(False), (7, 5)),
     "steps in front": (lambda: Steps(True), (7, 5)),
     "peephole lstm": (lambda: SequenceClassifier(2, 3, hidden_size=4, num_layers=2), (6, 2)),

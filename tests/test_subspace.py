@@ -362,7 +362,7 @@ def test_a_quarter_is_held_out_where_that_is_enough(available: int, expected: in
 
 
 def test_more_is_held_out_for_a_gradient_of_many_samples() -> None:
-    assert Subspace().num_held_out(40_000, 32_000) == 1000
+    assert Subspace().num_held_out(40_000, 40_000) == 1024
     assert Subspace().num_held_out(1600, 32_000) == 400  # never more than the share
     assert Subspace(per_sample=0.0).num_held_out(40_000, 20_000) == 512
 

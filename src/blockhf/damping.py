@@ -17,8 +17,8 @@ class Outcome:
     Attributes:
         accepted: Whether the parameters moved.
         ratio: Actual over predicted reduction of the loss; ``None`` where the loss was not evaluated.
-        coefficient: The share of the block's direction that was taken, or that curvature alone would leave of
-            it where the search tells the two apart; ``None`` where another optimizer takes the step.
+        coefficient: The share of the block's direction that curvature alone would leave, where the search
+            chooses a length for each block.
     """
 
     accepted: bool
@@ -89,7 +89,8 @@ class LevenbergMarquardt:
 class ByCoefficient:
     """Less damping where the search takes much of a block's direction, more where it takes little.
 
-    For searches that choose a length for each block, like ``Subspace``. The bounds are far below 1, because
+    For searches that choose a length for each block, like ``Subspace``. With others it goes by the reduction
+    ratio, as ``LevenbergMarquardt`` does. The bounds are far below 1, because
     more damping mends little lengths at a price: the directions of little curvature, in which most is left to
     gain late in a run, are the first to go.
 
@@ -112,10 +113,12 @@ class ByCoefficient:
         _check_adaptive(self)
 
     def update(self, damping: float, outcome: Outcome) -> float:
-        share = outcome.coefficient
-        if not outcome.accepted or (share is not None and share < self.bad):
+        share, bad, good = outcome.coefficient, self.bad, self.good
+        if share is None:
+            share, bad, good = outcome.ratio, LevenbergMarquardt.bad, LevenbergMarquardt.good
+        if not outcome.accepted or (share is not None and share < bad):
             damping /= self.factor
-        elif share is not None and share > self.good:
+        elif share is not None and share > good:
             damping *= self.factor
         return min(max(damping, self.floor), self.ceiling)
 

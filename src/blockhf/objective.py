@@ -255,10 +255,6 @@ class Part:
         """Of the tensors of its batch; what an evaluation costs goes by them."""
         return tuple(tuple(tensor.shape) for tensor in tensors_of(self.batch))
 
-    def generator(self, seed: int, device: torch.device) -> torch.Generator:
-        """Random numbers for this part's samples, whichever process has them."""
-        return torch.Generator(device).manual_seed(seed + 1_000_003 * self.place)
-
     def evaluate(self) -> Evaluation:
         """The first time, draw random numbers as usual; from then on, draw the same ones again."""
         if self.start is None:

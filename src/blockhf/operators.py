@@ -84,16 +84,6 @@ class Dense:
         return self.matrix @ vector
 
 
-@dataclass(frozen=True)
-class Sum:
-    """The sum of operators."""
-
-    operators: Sequence[LinearOperator]
-
-    def __matmul__(self, vector: Tensor) -> Tensor:
-        return torch.stack([operator @ vector for operator in self.operators]).sum(0)
-
-
 class Counted:
     """An operator that counts its products."""
 

@@ -327,8 +327,10 @@ class BlockHF(Optimizer):
             dampings = [float(group["damping"]) for group in groups]
             matrix, inverses = None, []
             if mine:
-                worth = [worth_of(self.solver, block.size) for block in own.blocks]
-                matrix = own.matrix(list(map(max, max_steps, worth)))
+                sizes = [block.size for block in own.blocks]
+                matrix = own.matrix(
+                    [worth_of(self.solver, *pair) for pair in zip(sizes, max_steps, strict=True)]
+                )
                 inverses = list(self.preconditioner.prepare(own, matrix, dampings))
 
         # 3. Conjugate gradients on each block.
@@ -415,8 +417,10 @@ class BlockHF(Optimizer):
             before = float(found.loss) if choice.before is None else choice.before
             ratio = (choice.loss - before) / choice.change
         self.report = self._report(found, choice, accepted=True, ratio=ratio)
-        shares: Sequence[float | None] = choice.lengths or choice.coefficients or [None] * len(found.groups)
-        self._adapt(found, choice, [Outcome(True, ratio, share) for share in shares])
+        outcomes = [Outcome(True, ratio)] * len(found.groups)
+        if choice.lengths:  # a block without a direction has no part in the ratio either
+            outcomes = [Outcome(True, None if own is None else ratio, own) for own in choice.lengths]
+        self._adapt(found, choice, outcomes)
         return found.loss
 
     def _reject(self, found: _Found, choice: Choice) -> Tensor:
@@ -592,6 +596,7 @@ class BlockHF(Optimizer):
             loss=float(found.loss),
             loss_after=choice.loss,
             loss_before=choice.before,
+            compared=choice.compared,
             signal=choice.signal,
             predicted=choice.change if accepted else None,
             ratio=ratio,
@@ -641,7 +646,7 @@ class BlockHF(Optimizer):
         if isinstance(group["params"], set):
             raise TypeError("A set of parameters has no order in which to save their state. Give a list.")
         group["params"] = [group["params"]] if isinstance(group["params"], Tensor) else list(group["params"])
-        name = str(group.setdefault("name", f"block{len(self.param_groups)}"))
+        name = group["name"] = str(group.get("name", f"block{len(self.param_groups)}"))
         named = [
             item if isinstance(item, tuple) else (f"number {index}", item)
             for index, item in enumerate(group["params"])

@@ -65,6 +65,7 @@ class StepReport:
         loss: The loss before the step, on the gradient batch.
         loss_after: The loss after it, where it is known.
         loss_before: The loss before it, where ``loss_after`` is on other samples than ``loss``.
+        compared: Which samples those are, in words.
         predicted: The change of the loss that the quadratic models foretold.
         ratio: Actual over predicted change; near 1 the models are good.
         signal: The slope along the directions on samples that the gradient has not seen, over that on its
@@ -82,6 +83,7 @@ class StepReport:
     loss: float
     loss_after: float | None = None
     loss_before: float | None = None
+    compared: str = "held out"
     predicted: float | None = None
     ratio: float | None = None
     signal: float | None = None
@@ -107,7 +109,7 @@ class StepReport:
     def __str__(self) -> str:
         after = "" if self.loss_after is None else f" -> {self.loss_after:.6g}"
         if self.loss_before is not None:
-            after = f", held out {self.loss_before:.6g}{after}"
+            after = f", {self.compared} {self.loss_before:.6g}{after}"
         ratio = "" if self.ratio is None else f", ratio {self.ratio:.2f}"
         verdict = "accepted" if self.accepted else "rejected"
         lines = [

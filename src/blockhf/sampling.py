@@ -72,11 +72,11 @@ class NoiseScale:
         memory: The weight of the past in the average of :math:`\log n_0`.
 
     >>> sampling = NoiseScale(start=0.25)
-    >>> sampling.size(4000)
-    1000
-    >>> sampling.update(Spent(num_samples=1000, signal=0.5, rest=4000))
-    >>> sampling.size(4000)  # the square root of 1000 times 4000 is 2000, but not all at once
-    1500
+    >>> sampling.size(4096)
+    1024
+    >>> sampling.update(Spent(num_samples=1024, signal=0.5, rest=4096))
+    >>> sampling.size(4096)  # the square root of 1024 times 4096 is 2048, but not all at once
+    1536
     """
 
     needs_signal = True
@@ -96,7 +96,7 @@ class NoiseScale:
 
     def size(self, num_available: int) -> int:
         wanted = self.start * num_available if self._size is None else self._size
-        return min(max(round(wanted), math.ceil(self.least * num_available), 1), num_available)
+        return min(max(_coarse(wanted), math.ceil(self.least * num_available)), num_available)
 
     def update(self, spent: Spent) -> None:
         if spent.signal is None or not math.isfinite(spent.signal):
@@ -117,3 +117,15 @@ class NoiseScale:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._size, self._log_scale = state["size"], state["log_scale"]
+
+
+def _coarse(number: float) -> int:
+    """A whole number of at most five binary digits before its zeros, and at least 1.
+
+    Sizes that come again spare what is done anew for each: counting operations, compiling the user's model.
+
+    >>> [_coarse(number) for number in (0.2, 30.6, 33.4, 1000, 5949)]
+    [1, 31, 34, 992, 5888]
+    """
+    step = 1 << max(math.floor(math.log2(max(number, 1))) - 4, 0)
+    return max(round(number / step) * step, 1)

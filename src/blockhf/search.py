@@ -76,7 +76,8 @@ class Choice:
         coefficients: For each block the share of its direction in the update.
         lengths: For each block the share of its direction that would be best if the others stood still and
             the gradient were exact, shortened as the update was: what curvature alone leaves of it. ``None``
-            for a block without a direction. Where none are given, the coefficients stand for them.
+            for a block without a direction.
+        compared: Of which samples ``before`` and ``loss`` are, where they are not the gradient's.
     """
 
     update: Sequence[Tensor] | None
@@ -87,6 +88,7 @@ class Choice:
     signal: float | None = None
     coefficients: Sequence[float] = ()
     lengths: Sequence[float | None] = ()
+    compared: str = "held out"
 
 
 class Search(Protocol):
@@ -302,7 +304,9 @@ class Subspace:
         self._trend: dict[str, Tensor] = {}
 
     def num_held_out(self, num_available: int, num_wanted: int) -> int:
-        most = max(self.max_held_out, int(self.per_sample * num_wanted))
+        # In whole steps, as their products are traced anew for each new size.
+        unit = max(self.max_held_out // 2, 1)
+        most = max(self.max_held_out, int(self.per_sample * num_wanted) // unit * unit)
         number = min(int(self.held_out * num_available), most)
         return number if number >= _FEWEST_HELD_OUT else 0
 
@@ -321,7 +325,12 @@ class Subspace:
                 before = loss_at.of(seen.loss_at([torch.zeros_like(own) for own in gradient]), before)
                 gradient = [loss_at.of(p.gradient, own) for p, own in zip(proposals, gradient, strict=True)]
             choice = self._choose(unseen, loss_at, float(before), gradient, proposals)
-        return replace(choice, before=float(before), signal=found / slope if slope < 0 else None)
+        return replace(
+            choice,
+            before=float(before),
+            signal=found / slope if slope < 0 else None,
+            compared="held out" if seen is None else "of the whole set",
+        )
 
     def _choose(
         self,

@@ -238,13 +238,13 @@ class BlockSolver(Protocol):
     def solve(self, systems: Sequence[System], matrix: BlockMatrix) -> list[Solution]: ...
 
 
-def worth_of(solver: BlockSolver, size: int) -> int:
+def worth_of(solver: BlockSolver, size: int, max_steps: int) -> int:
     """How many products it is worth to form the matrix of a block of so many parameters.
 
-    That is for the solver to say, and nothing where it does not.
+    A solver that has no ``worth_of(size, max_steps)`` of its own makes as many products as steps.
     """
     own = getattr(solver, "worth_of", None)
-    return 0 if own is None else int(own(size))
+    return max_steps if own is None else int(own(size, max_steps))
 
 
 @dataclass(frozen=True)
@@ -287,9 +287,9 @@ class GaussSeidel:
 
     other: BlockSolver = field(default_factory=lambda: Cholesky())
 
-    def worth_of(self, size: int) -> int:
+    def worth_of(self, size: int, max_steps: int) -> int:
         """As for ``other``."""
-        return worth_of(self.other, size)
+        return worth_of(self.other, size, max_steps)
 
     def solve(self, systems: Sequence[System], matrix: BlockMatrix) -> list[Solution]:
         solutions: dict[int, Solution] = {}
@@ -309,13 +309,20 @@ class Precondition:
     With ``preconditioner=Kronecker()`` and a search that scales the steps this is K-FAC.
     """
 
+    def worth_of(self, size: int, max_steps: int) -> int:
+        """It makes no products, so there is nothing to form."""
+        return 0
+
     def solve(self, systems: Sequence[System], matrix: BlockMatrix) -> list[Solution]:
         return [self._apply(system) for system in systems]
 
     @staticmethod
     def _apply(system: System) -> Solution:
         if system.preconditioner is None:
-            raise ValueError("Precondition() needs a preconditioner, e.g. preconditioner=Kronecker().")
+            raise ValueError(
+                "Precondition() needs an inverse of each block. Use preconditioner=Kronecker(), which has "
+                "none for blocks that products=Formed() has formed."
+            )
         x = system.preconditioner @ system.rhs
         if not bool(x.isfinite().all()):
             return Solution(torch.zeros_like(x), Status.NON_FINITE, 0, 0, 1.0, 0.0)
@@ -342,9 +349,9 @@ class Cholesky:
     worth: int = 100
     small: int = 1000
 
-    def worth_of(self, size: int) -> int:
-        """How many products, besides those of its CG steps, a block of so many parameters is worth."""
-        return self.worth if size <= self.small else 0
+    def worth_of(self, size: int, max_steps: int) -> int:
+        """The products of the other solver's steps or, for a small block, what an exact solution is worth."""
+        return max(max_steps, self.worth if size <= self.small else 0)
 
     def solve(self, systems: Sequence[System], matrix: BlockMatrix) -> list[Solution]:
         dense: Mapping[int, Tensor] = getattr(matrix, "dense", {})

@@ -67,7 +67,8 @@ class Auto:
             except FormingError as error:
                 self._no_forming = f" (cannot be formed: {error})"
         others = lazily(lambda: self._product(curvature, problem))
-        if len(dense) < len(problem.blocks):
+        wanted = any(number for index, number in enumerate(num_products) if index not in dense)
+        if wanted:
             others()
 
         def describe() -> list[str]:
@@ -75,6 +76,8 @@ class Auto:
                 f"formed, {block.size} x {block.size}: cheaper than {num_products[index]} products"
                 if index in dense
                 else others().notes[index] + self._no_forming
+                if wanted
+                else "no products"
                 for index, block in enumerate(problem.blocks)
             ]
 
@@ -101,6 +104,10 @@ class Auto:
     ) -> list[int]:
         sizes = [block.size for block in problem.blocks]
         if self._no_forming or not isinstance(curvature, GaussNewton) or min(sizes) > self.formed.max_size:
+            return []
+        if (
+            problem.num_outputs == 0
+        ):  # the loss alone, of which the matrix itself will say that it is not enough
             return []
         gradient = 3 * self._count(problem) * problem.num_curvature_samples
         rows = problem.num_curvature_samples * problem.num_outputs

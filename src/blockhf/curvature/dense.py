@@ -29,6 +29,7 @@ from blockhf.objective import (
     IsolatedBuffers,
     Part,
     Problem,
+    check_outputs,
     rebuild,
     take,
     tensors_of,
@@ -54,10 +55,10 @@ class Formed:
     def __init__(self, *, memory_budget: int = 2**26, max_size: int = 4096) -> None:
         self.memory_budget, self.max_size = memory_budget, max_size
         self._checked: set[Any] = set()
-        self._unknown: set[Any] = set()  # where there is no rule for outer products
+        self._outer: dict[Any, bool] = {}  # whether there are rules for outer products
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_checked": set(), "_unknown": set()}
+        return {**self.__dict__, "_checked": set(), "_outer": {}}
 
     def linearize(
         self, curvature: Curvature, problem: Problem, num_products: Sequence[int] = ()
@@ -83,24 +84,29 @@ class Formed:
         blocks = [problem.blocks[index] for index in indices]
         totals = [block.params[0].new_zeros(block.size, block.size) for block in blocks]
         for part in problem.curvature_parts():
-            with problem.meter.counting("forming", part.shapes, tuple((b.name, b.size) for b in blocks)):
-                self._add(problem, part, blocks, totals)
+            self._add(problem, part, blocks, totals)
         self._check(curvature, problem, indices, totals)
         return totals
 
     def _add(self, problem: Problem, part: Part, blocks: Sequence[Block], totals: Sequence[Tensor]) -> None:
         evaluation = problem.linearizable(part)
+        check_outputs(evaluation)
         hessians = _output_hessians(evaluation)
         num_outputs = hessians.shape[-1]
-        jacobian = _jacobians(problem, part, blocks, num_outputs, self._unknown)
+        jacobian = _Jacobian(problem, part, blocks, num_outputs)
         bytes_per_sample = 3 * num_outputs * sum(block.size for block in blocks) * hessians.element_size()
         chunk = max(1, self.memory_budget // bytes_per_sample)
-        for start in range(0, len(hessians), chunk):
-            stop = min(start + chunk, len(hessians))
-            own = hessians[start:stop] * part.weight
-            for total, rows in zip(totals, jacobian(start, stop), strict=True):
-                curved = own @ rows.view(stop - start, num_outputs, -1)
-                total.addmm_(rows.T, curved.flatten(0, 1))
+        if (modes := _modes(problem)) not in self._outer:
+            with problem.meter.once():
+                self._outer[modes] = jacobian.has_rules(min(chunk, len(hessians)))
+        with problem.meter.counting("forming", part.shapes, tuple((b.name, b.size) for b in blocks)):
+            for start in range(0, len(hessians), chunk):
+                stop = min(start + chunk, len(hessians))
+                own = hessians[start:stop] * part.weight
+                rows_of_blocks = jacobian.rows(start, stop, outer=self._outer[modes])
+                for total, rows in zip(totals, rows_of_blocks, strict=True):
+                    curved = own @ rows.view(stop - start, num_outputs, -1)
+                    total.addmm_(rows.T, curved.flatten(0, 1))
 
     def _check(
         self, curvature: Curvature, problem: Problem, indices: Sequence[int], matrices: Sequence[Tensor]
@@ -170,78 +176,83 @@ def _output_hessians(evaluation: Evaluation) -> Tensor:
     return torch.stack(columns, dim=-1).detach()
 
 
-def _jacobians(
-    problem: Problem, part: Part, blocks: Sequence[Block], num_outputs: int, unknown: set[Any]
-) -> Callable[[int, int], list[Tensor]]:
-    """A function from a range of samples to each block's Jacobian, (samples · outputs) × parameters.
+class _Jacobian:
+    """From a range of samples to each block's Jacobian, (samples · outputs) × parameters."""
 
-    ``unknown`` remembers where outer products cannot be had, so that they are tried once.
-    """
-    host = Host(problem.modules)
-    params = [param for block in blocks for param in block.params]
-    try:
-        names = host.owners(params)
-    except TracingError as error:
-        raise FormingError(str(error)) from error
-    sampled = [tensor.dim() > 0 for tensor in tensors_of(part.batch)]
+    def __init__(self, problem: Problem, part: Part, blocks: Sequence[Block], num_outputs: int) -> None:
+        self.problem, self.part, self.blocks, self.num_outputs = problem, part, blocks, num_outputs
+        self.params = [param for block in blocks for param in block.params]
+        self.sampled = [tensor.dim() > 0 for tensor in tensors_of(part.batch)]
+        self._host = Host(problem.modules)
+        try:
+            self._names = self._host.owners(self.params)
+        except TracingError as error:
+            raise FormingError(str(error)) from error
 
-    def output_along(values: Sequence[Tensor], inputs: Sequence[Tensor], direction: Tensor) -> Tensor:
-        sample = [tensor[None] if own else tensor for tensor, own in zip(inputs, sampled, strict=True)]
-        stand_ins = {name: values[index] for name, index in names.items()}
+    def has_rules(self, num_samples: int) -> bool:
+        """Whether outer products do it, tried on the first samples."""
+        try:
+            self._by_outer_products(*self._repeated(0, num_samples))
+        except UnknownUse:
+            return False
+        return True
 
-        def call() -> Any:
-            return problem.objective(rebuild(part.batch, sample))
-
-        outputs, _ = functional_call(host, stand_ins, (call,), tie_weights=False)
-        flat = [tensor.reshape(-1) for tensor in tensors_of(outputs) if tensor.is_floating_point()]
-        return torch.cat(flat) @ direction
-
-    along = vmap(grad(output_along), in_dims=(None, [0 if own else None for own in sampled], 0))
-    values = [param.detach() for param in params]
-
-    def rows(start: int, stop: int) -> list[Tensor]:
-        num_samples = stop - start
-        chunk = take(part.batch, start, stop)
-        # The batch once per output and a single backward pass is faster than a backward pass per output.
-        inputs = [
-            tensor.repeat_interleave(num_outputs, 0) if own else tensor
-            for tensor, own in zip(tensors_of(chunk), sampled, strict=True)
-        ]
-        directions = torch.eye(num_outputs, dtype=values[0].dtype, device=values[0].device).repeat(
-            num_samples, 1
-        )
-        gradients = iter(outer(inputs, directions) or batched(inputs, directions))
+    def rows(self, start: int, stop: int, *, outer: bool) -> list[Tensor]:
+        repeated = self._repeated(start, stop)
+        gradients = iter(self._by_outer_products(*repeated) if outer else self._batched(*repeated))
         return [
-            torch.cat([next(gradients).detach().flatten(1) for _ in block.params], dim=1) for block in blocks
+            torch.cat([next(gradients).detach().flatten(1) for _ in block.params], dim=1)
+            for block in self.blocks
         ]
 
-    def outer(inputs: Sequence[Tensor], directions: Tensor) -> list[Tensor] | None:
-        """By outer products, where it is known how."""
-        if _modes(problem) in unknown:
-            return None
+    def _repeated(self, start: int, stop: int) -> tuple[list[Tensor], Tensor]:
+        """The samples once per output, and the outputs' directions.
+
+        A single backward pass over these is faster than a backward pass per output.
+        """
+        inputs = [
+            tensor.repeat_interleave(self.num_outputs, 0) if own else tensor
+            for tensor, own in zip(tensors_of(take(self.part.batch, start, stop)), self.sampled, strict=True)
+        ]
+        like = self.params[0]
+        directions = torch.eye(self.num_outputs, dtype=like.dtype, device=like.device)
+        return inputs, directions.repeat(stop - start, 1)
+
+    def _by_outer_products(self, inputs: Sequence[Tensor], directions: Tensor) -> list[Tensor]:
         with twice_differentiable(), IsolatedBuffers():
-            outputs, _ = problem.objective(rebuild(part.batch, inputs))
+            outputs, _ = self.problem.objective(rebuild(self.part.batch, inputs))
         tensors = [tensor for tensor in tensors_of(outputs) if tensor.requires_grad]
         sizes = [tensor[0].numel() for tensor in tensors]
-        try:
-            if sum(sizes) != num_outputs:
-                raise UnknownUse("outputs that need no gradient")
-            pieces = torch.split(directions, sizes, dim=1)
-            cotangents = [piece.reshape(tensor.shape) for piece, tensor in zip(pieces, tensors, strict=True)]
-            return row_gradients(tensors, cotangents, params, num_outputs)
-        except UnknownUse:
-            unknown.add(_modes(problem))
-            return None
+        if sum(sizes) != self.num_outputs:
+            raise UnknownUse("outputs that need no gradient")
+        pieces = torch.split(directions, sizes, dim=1)
+        cotangents = [piece.reshape(tensor.shape) for piece, tensor in zip(pieces, tensors, strict=True)]
+        return row_gradients(tensors, cotangents, self.params, self.num_outputs)
 
-    def batched(inputs: Sequence[Tensor], directions: Tensor) -> Sequence[Tensor]:
+    def _batched(self, inputs: Sequence[Tensor], directions: Tensor) -> Sequence[Tensor]:
+        along = vmap(
+            grad(self._output_along), in_dims=(None, [0 if own else None for own in self.sampled], 0)
+        )
         try:
             with twice_differentiable():
-                gradients: Sequence[Tensor] = along(values, inputs, directions)
+                gradients: Sequence[Tensor] = along(
+                    [param.detach() for param in self.params], inputs, directions
+                )
         except Exception as error:  # whatever an operation without a batching rule may raise
             raise FormingError(f"{type(error).__name__}: {str(error).strip().splitlines()[0]}") from error
         return gradients
 
-    return rows
+    def _output_along(self, values: Sequence[Tensor], inputs: Sequence[Tensor], direction: Tensor) -> Tensor:
+        """One sample's outputs along a direction."""
+        sample = [tensor[None] if own else tensor for tensor, own in zip(inputs, self.sampled, strict=True)]
+        stand_ins = {name: values[index] for name, index in self._names.items()}
+
+        def call() -> Any:
+            return self.problem.objective(rebuild(self.part.batch, sample))
+
+        outputs, _ = functional_call(self._host, stand_ins, (call,), tie_weights=False)
+        flat = [tensor.reshape(-1) for tensor in tensors_of(outputs) if tensor.is_floating_point()]
+        return torch.cat(flat) @ direction
 
 
 def _modes(problem: Problem) -> Any:

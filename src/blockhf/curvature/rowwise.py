@@ -67,16 +67,17 @@ def row_gradients(
     gradients = [None if gradient is None else gradient.detach() for gradient in found_gradients]
     with torch.no_grad():
         totals: dict[Tensor, Tensor] = {}
-        pieces: dict[Tensor, list[tuple[Tensor, Tensor]]] = {}
+        # A matrix that is used both ways round, as tied weights are, has two sums.
+        pieces: dict[tuple[Tensor, bool], list[tuple[Tensor, Tensor]]] = {}
         for (param, use), gradient in zip(uses, gradients, strict=False):
             if gradient is not None:
                 ((inputs, rows),) = use.rows(gradient)
-                pieces.setdefault(param, []).append(_by_row(inputs, rows, num_rows, num_equal))
-        for param, own in pieces.items():
+                pieces.setdefault((param, use.flipped), []).append(_by_row(inputs, rows, num_rows, num_equal))
+        for (param, flipped), own in pieces.items():
             inputs, rows = (torch.cat(each, dim=1) for each in zip(*own, strict=True))
-            flipped = products[param][0].flipped
             left, right = (inputs, rows) if flipped else (rows, inputs)
-            totals[param] = left.transpose(1, 2) @ right
+            own_rows = left.transpose(1, 2) @ right
+            totals[param] = totals[param] + own_rows if param in totals else own_rows
         for (param, node, place), gradient in zip(others, gradients[len(uses) :], strict=True):
             if gradient is not None:
                 own_rows = _elementwise(param, node, place, gradient, num_rows, num_equal)

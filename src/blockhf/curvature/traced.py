@@ -71,7 +71,8 @@ class Traced:
     """Products by a traced linearization.
 
     Each trace is checked once against the double backward, on one vector, and at every step its loss
-    is compared with the objective's own. A trace that has gone stale is made anew.
+    is compared with the objective's own. A trace that has gone stale is made anew; where that happens too
+    often in a row, the objective cannot be traced.
 
     Args:
         compile: Run the products through ``torch.compile``. The first product of each block then takes
@@ -85,7 +86,7 @@ class Traced:
     def __init__(self, *, compile: bool = False, memory_budget: int = 0, max_traces: int = 8) -> None:
         self.compile, self.memory_budget, self.max_traces = compile, memory_budget, max_traces
         self._traces: dict[Any, Trace] = {}
-        self._num_stale = 0
+        self._num_stale = 0  # traces in a row
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_traces": {}}  # traces hold on to the model and are made again
@@ -113,17 +114,20 @@ class Traced:
 
     def _at(self, curvature: Curvature, problem: Problem, part: Part, *, check: bool) -> _TracedPart:
         key = _signature(curvature, problem, part)
-        known = key in self._traces
-        if not known:
+        trace = self._traces.pop(key, None)
+        known = trace is not None
+        if trace is None:
             with problem.meter.once():
-                self._traces[key] = self._trace(curvature, problem, part)
-            if len(self._traces) > self.max_traces:
-                del self._traces[next(iter(self._traces))]
-        matrix, loss = self._traces[key].at(problem, part)
+                trace = self._trace(curvature, problem, part)
+        self._traces[key] = trace  # the last used is the last to be forgotten
+        if len(self._traces) > self.max_traces:
+            del self._traces[next(iter(self._traces))]
+        matrix, loss = trace.at(problem, part)
         if not check:
             return matrix
         difference, rounding = closeness(loss, problem.loss_of(part))
         if difference <= rounding or not bool(loss.isfinite()):
+            self._num_stale = 0 if known else self._num_stale
             return matrix
         del self._traces[key]
         if not known or self._num_stale >= 3:
@@ -410,7 +414,10 @@ def _signature(curvature: Curvature, problem: Problem, part: Part) -> Any:
     )
     sizes = tuple(len(block.params) for block in problem.blocks)
     modes = tuple((id(module), module.training) for module in problem.modules)
-    return repr(curvature), tuple(tensors), nesting, params, sizes, modes, torch.is_autocast_enabled()
+    autocast = tuple(
+        (kind, torch.is_autocast_enabled(kind)) for kind in sorted({d.type for d in problem.devices})
+    )
+    return repr(curvature), tuple(tensors), nesting, params, sizes, modes, autocast
 
 
 class Host(nn.Module):

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from blockhf.objective import Evaluation, Problem
 from blockhf.operators import BlockMatrix, LinearOperator
-from blockhf.preconditioners.draws import curvature_draw, signed_slopes
+from blockhf.preconditioners.draws import Noise, curvature_draw, signed_slopes
 
 
 class Estimator(Protocol):
@@ -107,7 +107,8 @@ class Diagonal:
         for block, new, damping in zip(problem.blocks, estimates, dampings, strict=True):
             new = new.nan_to_num(0.0, 0.0, 0.0).clamp_min_(0)
             known = self._averages.get(block.name)
-            average = new if known is None or known.shape != new.shape else known.lerp(new, 1 - weight)
+            fits = known is not None and known.shape == new.shape
+            average = known.to(new).lerp(new, 1 - weight) if known is not None and fits else new
             self._averages[block.name] = average
             shift = max(damping, 1e-6 * float(average.mean())) or 1.0
             inverses.append(Scaling((average + shift).pow_(-self.exponent)))
@@ -139,28 +140,29 @@ class Scaling:
 def _squares(
     problem: Problem,
     seed: int,
-    draw: Callable[[Evaluation, torch.Generator], list[Tensor]],
+    draw: Callable[[Evaluation, Noise], list[Tensor]],
     num_draws: int,
 ) -> list[Tensor]:
-    """For each block the squares of ``Jᵀ r``, over parts and draws."""
-    totals = [block.params[0].new_zeros(block.size) for block in problem.blocks]
+    """For each block the squares of ``Jᵀ r``, averaged over the draws."""
     params = [param for block in problem.blocks for param in block.params]
     names = tuple((block.name, block.size) for block in problem.blocks)
+    # Squared when all samples are together, so that it does not matter which part a sample is in.
+    sums = [block.params[0].new_zeros(num_draws, block.size) for block in problem.blocks]
     with torch.enable_grad():
         for part in problem.curvature_parts():
             evaluation = problem.linearizable(part, fresh=True)
             if not evaluation.outputs:  # the loss alone: nothing is known, and all entries are alike
                 break
-            generator = part.generator(seed, evaluation.outputs[0].device)
-            for _ in range(num_draws):
+            for number in range(num_draws):
                 with problem.meter.counting("diagonal", part.shapes, names):
-                    cotangents = draw(evaluation, generator)
+                    cotangents = draw(evaluation, Noise(seed, part.place, number))
                     gradients = iter(
                         torch.autograd.grad(
                             evaluation.outputs, params, cotangents, retain_graph=True, allow_unused=True
                         )
                     )
-                for block, total in zip(problem.blocks, totals, strict=True):
-                    gradient = block.flatten([next(gradients) for _ in block.params])
-                    total.addcmul_(gradient, gradient, value=part.weight / num_draws)
-    return list(problem.summed(totals))
+                for block, own in zip(problem.blocks, sums, strict=True):
+                    own[number].add_(
+                        block.flatten([next(gradients) for _ in block.params]), alpha=part.weight**0.5
+                    )
+    return [own.square().mean(0) for own in problem.summed(sums)]

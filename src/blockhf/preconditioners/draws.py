@@ -7,6 +7,7 @@ for any loss and at the price of one backward pass.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -14,9 +15,45 @@ from torch import Tensor
 from blockhf.objective import Evaluation
 
 _MOST_STEPS = 10
+_TOGETHER = 64
 
 
-def curvature_draw(evaluation: Evaluation, generator: torch.Generator) -> list[Tensor]:
+@dataclass(frozen=True)
+class Noise:
+    """Random numbers for samples, the same for a sample whichever part of the batch it is in.
+
+    Args:
+        seed: Another one gives other numbers.
+        place: Where the first sample is among all.
+        number: Of the draw, where there are several.
+    """
+
+    seed: int
+    place: int = 0
+    number: int = 0
+
+    def rows(self, like: Tensor, fill: Callable[[Tensor, torch.Generator], Tensor]) -> Tensor:
+        """Rows like those given, one for each sample; ``fill`` fills a tensor from a generator."""
+        # A generator for each few samples, so that none depends on how many there are.
+        first, last = self.place // _TOGETHER, (self.place + len(like) - 1) // _TOGETHER
+        filled = []
+        for group in range(first, last + 1):
+            generator = torch.Generator(like.device)
+            generator.manual_seed(self.seed + 1_000_003 * group + 1_000_000_007 * self.number)
+            filled.append(fill(like.new_empty(_TOGETHER, *like.shape[1:]), generator))
+        start = self.place - first * _TOGETHER
+        return torch.cat(filled)[start : start + len(like)]
+
+    def normal(self, like: Tensor) -> Tensor:
+        return self.rows(like, lambda rows, generator: rows.normal_(generator=generator))
+
+    def signs(self, like: Tensor) -> Tensor:
+        return self.rows(
+            like, lambda rows, generator: rows.bernoulli_(0.5, generator=generator).mul_(2).sub_(1)
+        )
+
+
+def curvature_draw(evaluation: Evaluation, noise: Noise) -> list[Tensor]:
     r"""A draw with covariance ``H``, the second derivatives of the loss by the outputs.
 
     It is :math:`H^{1/2} \varepsilon` by the Lanczos process, for each sample by itself: a few products
@@ -44,11 +81,10 @@ def curvature_draw(evaluation: Evaluation, generator: torch.Generator) -> list[T
             )
         )
 
-    noise = torch.empty_like(join([output.detach() for output in outputs])).normal_(generator=generator)
-    return split(_square_root(product, noise))
+    return split(_square_root(product, noise.normal(join([output.detach() for output in outputs]))))
 
 
-def signed_slopes(evaluation: Evaluation, generator: torch.Generator) -> list[Tensor]:
+def signed_slopes(evaluation: Evaluation, noise: Noise) -> list[Tensor]:
     """The slopes of the samples' losses by the outputs, each with a random sign.
 
     Back-propagated, their covariance is the empirical Fisher matrix.
@@ -58,8 +94,7 @@ def signed_slopes(evaluation: Evaluation, generator: torch.Generator) -> list[Te
     )
     join, split = _rows(evaluation.outputs, evaluation.num_samples)
     rows = join(slopes)
-    signs = torch.empty(len(rows), 1, dtype=rows.dtype, device=rows.device)
-    signs.bernoulli_(0.5, generator=generator).mul_(2).sub_(1)
+    signs = noise.signs(rows[:, :1])
     # A mean loss has the slopes r / N, and the mean of r rᵀ is to be had from r / √N.
     scale = (evaluation.num_samples or 1) ** 0.5 if evaluation.reduction == "mean" else 1.0
     return split(rows * (scale * signs))

@@ -24,7 +24,7 @@ from blockhf.curvature.uses import Use, find_uses
 from blockhf.flops import Meter
 from blockhf.objective import Evaluation, Part, Problem, Total
 from blockhf.operators import BlockMatrix, LinearOperator
-from blockhf.preconditioners.draws import curvature_draw
+from blockhf.preconditioners.draws import Noise, curvature_draw
 
 
 class Kronecker:
@@ -127,6 +127,11 @@ class Kronecker:
                 # New, or what is known belongs to a parameter that had this place before others were frozen.
                 self._factors[key] = dict(own)
                 continue
+            if any(
+                known[name].dtype != own[name].dtype or known[name].device != own[name].device for name in own
+            ):
+                # Loaded for parameters of another kind; inverses are made anew.
+                known = self._factors[key] = {name: known[name].to(tensor) for name, tensor in own.items()}
             for name, tensor in own.items():
                 known[name].mul_(weight).add_(tensor, alpha=1 - weight)
         return groups
@@ -144,7 +149,7 @@ class Kronecker:
         totals: _Totals,
     ) -> None:
         seed = self.seed + self._num_steps
-        draw = curvature_draw(evaluation, part.generator(seed, evaluation.outputs[0].device))
+        draw = curvature_draw(evaluation, Noise(seed, part.place))
         scale = part.weight**0.5
         everything = [group for own in groups.values() for group in own]
         factored = [(group, use) for group in everything if group.factored for use in uses[group.weight]]
@@ -214,8 +219,8 @@ class _Inverse:
     def _scale(self, diagonal: Tensor | None, piece: Tensor) -> Tensor:
         if diagonal is None:
             return piece / (self.damping or 1.0)
-        shift = max(self.damping, 1e-6 * float(diagonal.mean())) or 1.0
-        return piece / (diagonal.view(piece.shape) + shift)
+        shift = (1e-6 * diagonal.mean()).clamp_min(self.damping)
+        return piece / (diagonal.view(piece.shape) + torch.where(shift > 0, shift, 1.0))
 
 
 @dataclass(frozen=True, eq=False)

@@ -47,12 +47,12 @@ class Nystrom:
             if index in formed:
                 inverses.append(None)
                 continue
-            if due or block.name not in self._sketches:
-                like = block.params[0]
+            like, known = block.params[0], self._sketches.get(block.name)
+            if due or known is None or len(known[0]) != block.size:
                 generator = torch.Generator(like.device).manual_seed(self.seed + self._num_steps)
                 vectors = like.new_empty(block.size, min(self.rank, block.size)).normal_(generator=generator)
                 self._sketches[block.name] = _sketch(matrix, index, vectors)
-            vectors, values = self._sketches[block.name]
+            vectors, values = (tensor.to(like) for tensor in self._sketches[block.name])
             least = torch.maximum(values[-1] + damping, 1e-6 * values[0])
             inverses.append(
                 _LowRank(vectors, least / torch.maximum(values + damping, least.clamp_min(1e-30)))
