@@ -586,3 +586,27 @@ def test_held_out_samples_come_in_few_sizes() -> None:
     search = Subspace()
     numbers = {search.num_held_out(60_000, wanted) for wanted in range(600, 59_000, 7)}
     assert numbers == {512, 768, 1024, 1280, 1536, 1792}
+
+
+def test_a_last_chunk_in_which_rows_cannot_be_found_is_formed_all_the_same() -> None:
+    """Its two samples of two outputs are four rows, as many as there are hidden units."""
+
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.gain, self.head = nn.Parameter(torch.rand(4, 1)), nn.Linear(4, 2)
+
+        def forward(self, inputs: Tensor) -> Tensor:
+            return self.head((self.gain * torch.tanh(inputs).T).T)
+
+    torch.manual_seed(0)
+    model = Scaled().double()
+    block = [Block("all", tuple(model.parameters()))]
+    matrices = []
+    for chunk in (8, 3):
+        problem = Problem(squares(model), data(8, num_inputs=4), block)
+        problem.differentiate()
+        formed = Formed(memory_budget=chunk * 3 * 2 * block[0].size * 8)
+        matrices += formed.form(GaussNewton(), problem, [0])
+        assert list(formed._outer.values()) == [True]
+    torch.testing.assert_close(matrices[1], matrices[0])

@@ -10,6 +10,7 @@ network. The matrix is checked against a product by double backward before it is
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
@@ -199,7 +200,12 @@ class _Jacobian:
 
     def rows(self, start: int, stop: int, *, outer: bool) -> list[Tensor]:
         repeated = self._repeated(start, stop)
-        gradients = iter(self._by_outer_products(*repeated) if outer else self._batched(*repeated))
+        found: Sequence[Tensor] = ()
+        if outer:
+            # In a chunk of another length a row may not be told from something else that is as long.
+            with contextlib.suppress(UnknownUse):
+                found = self._by_outer_products(*repeated)
+        gradients = iter(found or self._batched(*repeated))
         return [
             torch.cat([next(gradients).detach().flatten(1) for _ in block.params], dim=1)
             for block in self.blocks
