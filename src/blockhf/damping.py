@@ -90,9 +90,9 @@ class ByCoefficient:
     """Less damping where the search takes much of a block's direction, more where it takes little.
 
     For searches that choose a length for each block, like ``Subspace``. With others it goes by the reduction
-    ratio, as ``LevenbergMarquardt`` does. The bounds are far below 1, because
-    more damping mends little lengths at a price: the directions of little curvature, in which most is left to
-    gain late in a run, are the first to go.
+    ratio, as ``LevenbergMarquardt`` does. The bounds are far below 1, because more damping mends little
+    lengths at a price: the directions of little curvature, in which most is left to gain late in a run, are
+    the first to go.
 
     >>> rule = ByCoefficient()
     >>> rule.update(1.0, Outcome(accepted=True, coefficient=0.8))

@@ -345,7 +345,7 @@ class Problem:
     reduction: Reduction = "mean"
     held_out_batch: Any = None
     seen_batch: Any = None
-    population: float | None = None
+    population: int | None = None
     sum_over: int = 0
     share: Share | None = None
     curvature_share: Share | None = None

@@ -72,12 +72,11 @@ class Auto:
             others()
 
         def describe() -> list[str]:
+            notes = others().notes if wanted else ["no products"] * len(problem.blocks)
             return [
                 f"formed, {block.size} x {block.size}: cheaper than {num_products[index]} products"
                 if index in dense
-                else others().notes[index] + self._no_forming
-                if wanted
-                else "no products"
+                else notes[index] + self._no_forming
                 for index, block in enumerate(problem.blocks)
             ]
 
@@ -104,10 +103,6 @@ class Auto:
     ) -> list[int]:
         sizes = [block.size for block in problem.blocks]
         if self._no_forming or not isinstance(curvature, GaussNewton) or min(sizes) > self.formed.max_size:
-            return []
-        if (
-            problem.num_outputs == 0
-        ):  # the loss alone, of which the matrix itself will say that it is not enough
             return []
         gradient = 3 * self._count(problem) * problem.num_curvature_samples
         rows = problem.num_curvature_samples * problem.num_outputs

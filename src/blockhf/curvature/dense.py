@@ -91,13 +91,15 @@ class Formed:
 
     def _add(self, problem: Problem, part: Part, blocks: Sequence[Block], totals: Sequence[Tensor]) -> None:
         evaluation = problem.linearizable(part)
-        check_outputs(evaluation)
+        is_new = (modes := _modes(problem)) not in self._outer
+        if is_new:  # it walks through the whole graph
+            check_outputs(evaluation)
         hessians = _output_hessians(evaluation)
         num_outputs = hessians.shape[-1]
         jacobian = _Jacobian(problem, part, blocks, num_outputs)
         bytes_per_sample = 3 * num_outputs * sum(block.size for block in blocks) * hessians.element_size()
         chunk = max(1, self.memory_budget // bytes_per_sample)
-        if (modes := _modes(problem)) not in self._outer:
+        if is_new:
             with problem.meter.once():
                 self._outer[modes] = jacobian.has_rules(min(chunk, len(hessians)))
         with problem.meter.counting("forming", part.shapes, tuple((b.name, b.size) for b in blocks)):

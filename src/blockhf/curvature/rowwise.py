@@ -48,17 +48,16 @@ def row_gradients(
     """
     num_rows = outputs[0].shape[0]
     wanted = set(params)
-    products: dict[Tensor, list[Use]] = {}
+    uses: list[tuple[Tensor, Use]] = []
     others: list[tuple[Tensor, Any, int]] = []
     for node in nodes_behind(outputs):
         for param, place in _operands(node):
             if param in wanted:
                 found = use_of(node)
                 if found is not None and found[0] is param and found[1].kind in ("left", "right"):
-                    products.setdefault(param, []).append(found[1])
+                    uses.append(found)
                 else:
                     others.append((param, node, place))
-    uses = [(param, use) for param, own in products.items() for use in own]
     edges: list[Any] = [GradientEdge(use.node, 0) for _, use in uses]
     edges += [GradientEdge(node, 0) for _, node, _ in others]
     if not edges:
@@ -67,6 +66,10 @@ def row_gradients(
     gradients = [None if gradient is None else gradient.detach() for gradient in found_gradients]
     with torch.no_grad():
         totals: dict[Tensor, Tensor] = {}
+
+        def add(param: Tensor, rows: Tensor) -> None:
+            totals[param] = totals[param] + rows if param in totals else rows
+
         # A matrix that is used both ways round, as tied weights are, has two sums.
         pieces: dict[tuple[Tensor, bool], list[tuple[Tensor, Tensor]]] = {}
         for (param, use), gradient in zip(uses, gradients, strict=False):
@@ -76,12 +79,10 @@ def row_gradients(
         for (param, flipped), own in pieces.items():
             inputs, rows = (torch.cat(each, dim=1) for each in zip(*own, strict=True))
             left, right = (inputs, rows) if flipped else (rows, inputs)
-            own_rows = left.transpose(1, 2) @ right
-            totals[param] = totals[param] + own_rows if param in totals else own_rows
+            add(param, left.transpose(1, 2) @ right)
         for (param, node, place), gradient in zip(others, gradients[len(uses) :], strict=True):
             if gradient is not None:
-                own_rows = _elementwise(param, node, place, gradient, num_rows, num_equal)
-                totals[param] = totals[param] + own_rows if param in totals else own_rows
+                add(param, _elementwise(param, node, place, gradient, num_rows, num_equal))
     return [
         totals[param].reshape(num_rows, *param.shape)
         if param in totals

@@ -127,7 +127,8 @@ class Traced:
             return matrix
         difference, rounding = closeness(loss, problem.loss_of(part))
         if difference <= rounding or not bool(loss.isfinite()):
-            self._num_stale = 0 if known else self._num_stale
+            if known:
+                self._num_stale = 0
             return matrix
         del self._traces[key]
         if not known or self._num_stale >= 3:

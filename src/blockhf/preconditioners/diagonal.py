@@ -107,8 +107,9 @@ class Diagonal:
         for block, new, damping in zip(problem.blocks, estimates, dampings, strict=True):
             new = new.nan_to_num(0.0, 0.0, 0.0).clamp_min_(0)
             known = self._averages.get(block.name)
-            fits = known is not None and known.shape == new.shape
-            average = known.to(new).lerp(new, 1 - weight) if known is not None and fits else new
+            average = new
+            if known is not None and known.shape == new.shape:
+                average = known.to(new).lerp(new, 1 - weight)
             self._averages[block.name] = average
             shift = max(damping, 1e-6 * float(average.mean())) or 1.0
             inverses.append(Scaling((average + shift).pow_(-self.exponent)))
