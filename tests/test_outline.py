@@ -21,7 +21,7 @@ from blockhf.experiments.lstm import SequenceClassifier
 
 @pytest.fixture(autouse=True)
 def short_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(room, "_SHORTEST_RUN", 40)
+    monkeypatch.setattr(room, "_SHORTEST_PERIOD", 40)
 
 
 def recurrence(state: Tensor, weight: Tensor, inputs: list[Tensor]) -> tuple[Tensor, Tensor]:
@@ -71,13 +71,13 @@ def test_a_graph_that_does_not_repeat_stays_as_it_is() -> None:
 
 def test_cuts_cover_the_sequence_without_gaps_and_a_disturbance_is_a_piece_of_its_own() -> None:
     sequence = [0, 1, 2] * 80
-    assert room._repetition(sequence, 0) == (42, 5)
+    assert room._repetition(sequence, 0) == (48, 5)  # 42 would leave ten turns, 45 five
     disturbed = [*sequence, 7, *sequence]
     cuts = room._cut(disturbed)
     assert cuts[0][0] == 0
     assert cuts[-1][1] == len(disturbed)
     assert all(stop == start for (_, stop), (start, _) in itertools.pairwise(cuts))
-    assert sum(stop - start == 42 for start, stop in cuts) == 10
+    assert sum(stop - start == 48 for start, stop in cuts) == 10
 
 
 def test_the_outlined_product_of_an_unrolled_lstm_is_the_product(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -47,13 +47,17 @@ class _Matrix:
     curved: tuple[bool, ...]
 
     def product(self, row: int, column: int, vector: Tensor) -> Tensor:
-        tangents = self.linearization.pushforward(column, vector)
-        return self.linearization.pullback(row, self._hessian(tangents))
+        _, curved = self.halves(column, vector)
+        return self.way_back(row, curved)
 
     def halves(self, column: int, vector: Tensor) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
         """``J v`` and ``H J v``: a product before the way back."""
         tangents = self.linearization.pushforward(column, vector)
         return tangents, self._hessian(tangents)
+
+    def way_back(self, row: int, curved: Sequence[Tensor]) -> Tensor:
+        """The product from its second half."""
+        return self.linearization.pullback(row, curved)
 
     def gram(self, columns: Sequence[int], vectors: Sequence[Tensor]) -> Tensor:
         return inner([self.halves(column, vector) for column, vector in zip(columns, vectors, strict=True)])

@@ -15,10 +15,10 @@ from typing import Any
 import torch
 from torch import fx
 
-_LONGEST_PERIOD = 1200
+_SHORTEST_PERIOD, _LONGEST_PERIOD = 150, 1200
+"""Operations in a piece: several turns of a loop whose body is short, because each call has a price too."""
+
 _FEWEST_REPEATS = 4
-_SHORTEST_RUN = 200
-"""Operations in a piece, at least: short periods are joined, because each call has a price too."""
 
 
 def outline(
@@ -48,6 +48,7 @@ def outline(
         call = graph.call_module(functions[piece.key], tuple(copies[node] for node in piece.inputs))
         for index, node in enumerate(piece.outputs):
             copies[node] = graph.call_function(operator.getitem, (call, index))
+            copies[node].meta = dict(node.meta)
     graph.output(fx.map_arg(module.graph.output_node().args[0], copies.__getitem__))
     return fx.GraphModule(attributes, graph)
 
@@ -87,7 +88,7 @@ def _renamed(node: fx.Node, names: dict[fx.Node, str]) -> Any:
 def _token(node: fx.Node) -> Any:
     """What an operation is, apart from where its inputs come from."""
     constants = fx.map_arg((node.args, node.kwargs), lambda _: None)
-    return node.target, repr(constants), _kind(node)
+    return node.target, repr(constants), _kind(node), *map(_kind, node.all_input_nodes)
 
 
 def _kind(node: fx.Node) -> Any:
@@ -119,8 +120,10 @@ def _cut(tokens: Sequence[Any]) -> list[tuple[int, int]]:
 
 
 def _repetition(sequence: Sequence[int], start: int) -> tuple[int, int]:
-    """The shortest sensible period with which the sequence repeats from ``start`` on, and how often."""
-    for period in range(_SHORTEST_RUN, min(_LONGEST_PERIOD, (len(sequence) - start) // _FEWEST_REPEATS) + 1):
+    """The period that makes the most of the sequence repeat from ``start`` on, and how often it does."""
+    best = 0, 0
+    longest = min(_LONGEST_PERIOD, (len(sequence) - start) // _FEWEST_REPEATS)
+    for period in range(_SHORTEST_PERIOD, longest + 1):
         if sequence[start] != sequence[start + period]:
             continue
         length = 0
@@ -129,6 +132,7 @@ def _repetition(sequence: Sequence[int], start: int) -> tuple[int, int]:
             and sequence[start + length] == sequence[start + length + period]
         ):
             length += 1
-        if length >= (_FEWEST_REPEATS - 1) * period:
-            return period, length // period + 1
-    return 0, 0
+        repeats = length // period + 1
+        if repeats >= _FEWEST_REPEATS and repeats * period > best[0] * best[1]:
+            best = period, repeats
+    return best

@@ -108,59 +108,13 @@ def functional(module: fx.GraphModule) -> fx.GraphModule:
     return functional
 
 
-def _join_selected(graph: fx.Graph) -> None:
-    """Put slices together at once that autograd adds up one by one.
-
-    The derivative of a slice is a tensor of zeros around it, so that of the T slices of an unrolled
-    recurrence is a sum of T full tensors. Where the slices are different ones, that is their stack.
-    """
-    for node in reversed(list(graph.nodes)):
-        if node.target is not _aten.add.Tensor or any(user.target is _aten.add.Tensor for user in node.users):
-            continue
-        leaves = _summands(node)
-        slices: list[Any] = [
-            leaf for leaf in leaves if getattr(leaf, "target", None) is _aten.select_backward.default
-        ]
-        if len(slices) < 3:
-            continue
-        sizes: Any = slices[0].args[1]
-        dim: int = slices[0].args[2] % len(sizes)
-        place = {leaf.args[3] % sizes[dim]: leaf for leaf in slices}
-        same = all((leaf.args[1], leaf.args[2] % len(sizes)) == (sizes, dim) for leaf in slices)
-        if same and len(place) == len(slices) == sizes[dim]:
-            with graph.inserting_before(node):
-                stack = graph.call_function(
-                    _aten.stack.default, ([place[index].args[0] for index in range(sizes[dim])], dim)
-                )
-                for other in (leaf for leaf in leaves if leaf not in slices):
-                    stack.meta = dict(node.meta)
-                    stack = graph.call_function(_aten.add.Tensor, (stack, other))
-            stack.meta = dict(node.meta)
-            node.replace_all_uses_with(stack)
-    graph.eliminate_dead_code()
-
-
-def _summands(node: fx.Node) -> list[Any]:
-    """What a chain of sums adds up, if nothing else reads the sums on the way."""
-    summands: list[Any] = []
-    todo = [node]
-    while todo:
-        current = todo.pop()
-        if current.kwargs:
-            return []
-        for source in current.args:
-            if isinstance(source, fx.Node) and source.target is _aten.add.Tensor and len(source.users) == 1:
-                todo.append(source)
-            else:
-                summands.append(source)
-    return summands
-
-
 def simplify(graph: fx.Graph) -> None:
-    """Drop copies that serve autograd alone and what is computed twice, and join slices."""
+    """Drop copies that serve autograd alone and what is computed twice."""
     seen: dict[Any, fx.Node] = {}
     for node in list(graph.nodes):
-        if node.op != "call_function":
+        if node.op != "call_function" or torch.Tag.nondeterministic_seeded in getattr(
+            node.target, "tags", ()
+        ):
             continue
         source: Any = node.args[0] if node.args else None
         if node.target is _aten.t.default and source.target is _aten.t.default:
@@ -177,8 +131,42 @@ def simplify(graph: fx.Graph) -> None:
             graph.erase_node(node)
         else:
             seen[key] = node
-    _join_selected(graph)
     graph.eliminate_dead_code()
+
+
+def hoist(fixed: fx.GraphModule, product: fx.GraphModule, num_residuals: int) -> int:
+    """Move what does not depend on the vector from the product to the fixed part.
+
+    ``fixed`` returns the residuals and one thing more, ``product`` takes the residuals and the vector.
+    Residuals that nothing needs any more are dropped. Returns how many there are now.
+    """
+    inputs = [node for node in product.graph.nodes if node.op == "placeholder"]
+    output = fixed.graph.output_node()
+    all_results: Any = output.args[0]
+    *results, last = all_results
+    copies = dict(zip(inputs[:num_residuals], results, strict=True))
+    for node in list(product.graph.nodes):
+        if node.op == "call_function" and all(source in copies for source in node.all_input_nodes):
+            with fixed.graph.inserting_before(output):
+                copies[node] = fixed.graph.node_copy(node, copies.__getitem__)
+    residuals = []
+    for node, copy in copies.items():
+        if any(user not in copies for user in node.users):
+            residuals.append(copy)
+            if node.op == "call_function":
+                with product.graph.inserting_before(inputs[num_residuals]):
+                    placeholder = product.graph.placeholder(node.name)
+                placeholder.meta = dict(node.meta)
+                node.replace_all_uses_with(placeholder)
+    output.args = ([*residuals, last],)
+    for module in (fixed, product):
+        module.graph.eliminate_dead_code()
+    for node in inputs[:num_residuals]:
+        if not node.users:
+            product.graph.erase_node(node)
+    for module in (fixed, product):
+        module.recompile()
+    return len(residuals)
 
 
 def restrict(
@@ -293,7 +281,7 @@ def _is_spare(value: Any, user: fx.Node) -> bool:
     if schema is None or len(schema.returns) != 1:
         return False
     fresh = schema.returns[0].alias_info is None or schema.is_mutable
-    return fresh and user.all_input_nodes.count(value) == 1 and _alike(value, user)
+    return fresh and user.all_input_nodes.count(value) == 1 and alike(value, user)
 
 
 def _copy(graph: fx.Graph, node: fx.Node, copies: Mapping[fx.Node, fx.Node | None]) -> fx.Node:
@@ -303,7 +291,7 @@ def _copy(graph: fx.Graph, node: fx.Node, copies: Mapping[fx.Node, fx.Node | Non
         if isinstance(left, fx.Node) and isinstance(right, fx.Node):
             for zero, other in ((left, right), (right, left)):
                 kept = copies[other]
-                if copies[zero] is None and kept is not None and _alike(other, node):
+                if copies[zero] is None and kept is not None and alike(other, node):
                     return kept
 
     def materialized(source: fx.Node) -> fx.Node:
@@ -328,7 +316,7 @@ def _same_shape(value: Any, other: fx.Node) -> bool:
     return isinstance(value, fx.Node) and bool(value.meta["val"].shape == other.meta["val"].shape)
 
 
-def _alike(one: fx.Node, other: fx.Node) -> bool:
+def alike(one: fx.Node, other: fx.Node) -> bool:
     """Whether one tensor can stand for the other, in memory too: a view may come next."""
     a, b = one.meta["val"], other.meta["val"]
     return bool(a.shape == b.shape and a.dtype == b.dtype and a.stride() == b.stride())

@@ -23,6 +23,7 @@ from torch.func import functional_call
 
 from blockhf.blocks import Block
 from blockhf.curvature.fisher import MonteCarloFisher
+from blockhf.curvature.joins import join, loosen
 from blockhf.curvature.outline import outline
 from blockhf.curvature.products import (
     Curvature,
@@ -38,6 +39,7 @@ from blockhf.curvature.rewrites import (
     dependent_on,
     extract,
     functional,
+    hoist,
     is_mutable,
     record,
     restrict,
@@ -189,8 +191,8 @@ class Trace:
                     tie_weights=False,
                 )
                 matrix = curvature.at(evaluation, [_Pieces("all", tuple(params))])
-                products = matrix.product(0, 0, vectors)
                 tangents, curved = matrix.halves(0, vectors) if hasattr(matrix, "halves") else ((), ())
+                products = matrix.way_back(0, curved) if tangents else matrix.product(0, 0, vectors)
                 self._num_halves = len(tangents)
                 return *products, *tangents, *curved, evaluation.loss.detach()
 
@@ -227,6 +229,8 @@ class Trace:
     def _split(self, recorded: fx.GraphModule, num_fixed: int) -> None:
         graph = recorded.graph
         graph.eliminate_dead_code()
+        if not any(map(is_mutable, graph.nodes)):
+            simplify(graph)
         placeholders = [node for node in graph.nodes if node.op == "placeholder"]
         vectors = placeholders[num_fixed:]
         dependent = dependent_on(graph, vectors)
@@ -240,12 +244,13 @@ class Trace:
             and any(user in dependent or (user.op == "output" and node in products) for user in node.users)
         ]
         self.fixed = extract(recorded, placeholders[:num_fixed], [*residuals, loss], dependent, keep=False)
-        self._fixed_flops = flops_of_graph(self.fixed.graph)
         product = extract(recorded, [*residuals, *vectors], products, dependent, keep=True)
         if any(map(is_mutable, product.graph.nodes)):
             product = functional(product)
         simplify(product.graph)
-        self._product, self._num_residuals = product, len(residuals)
+        join(product.graph, len(residuals))
+        self._num_residuals = hoist(self.fixed, product, len(residuals))
+        self._product, self._fixed_flops = product, flops_of_graph(self.fixed.graph)
         self.num_nodes = len(graph.nodes)
 
     def residuals(self, params: Sequence[Tensor], batch: Any) -> tuple[list[Tensor], Tensor]:
@@ -363,9 +368,17 @@ class _Compiled(_Product):
     @staticmethod
     def _compiled(function: Any) -> Callable[..., Any]:
         def compile(module: fx.GraphModule) -> Any:
-            return torch.compile(module, dynamic=False)
+            # What guards would ask is what a trace holds for, and the compiled code itself checks its inputs.
+            options: dict[str, Any] = {"guard_filter_fn": torch.compiler.skip_all_guards_unsafe}
+            return torch.compile(module, dynamic=False, options=options)
 
-        return outline(function, compile) if len(function.graph.nodes) > _LONG else compile(function)
+        if len(function.graph.nodes) <= _LONG:
+            return compile(function)  # type: ignore[no-any-return]
+        loosen(function.graph)
+        outlined = outline(function, compile)
+        reuse_memory(outlined.graph)
+        outlined.recompile()
+        return outlined
 
 
 class _TracedPart:
