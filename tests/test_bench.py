@@ -137,7 +137,7 @@ def test_a_wrong_a_failing_and_a_missing_way_are_told_and_not_timed(monkeypatch:
         raise RuntimeError("no such kernel\nand more")
 
     def uncompiled() -> peers.Way:
-        warnings.warn("torch.compile failed, so the products run without it", stacklevel=1)
+        warnings.warn("Compiling failed, so the products run without it", stacklevel=1)
         return peers.ours("", bench.network("residual", 2), DoubleBackward())
 
     def ways(case: peers.Network, options: bench.Options) -> Iterator[Any]:
@@ -157,7 +157,7 @@ def test_a_wrong_a_failing_and_a_missing_way_are_told_and_not_timed(monkeypatch:
     assert rows["doubled"].note.startswith("wrong: it differs by")
     assert rows["nan"].note.startswith("wrong")
     assert rows["missing"].note == "that is not installed"
-    assert rows["uncompiled"].note.startswith("torch.compile failed")
+    assert rows["uncompiled"].note.startswith("Compiling failed")
     assert rows["failing"].note == "fails: RuntimeError: no such kernel"
 
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch._inductor
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -475,7 +476,7 @@ def test_compiled_products_equal_the_others_and_the_time_to_compile_is_told() ->
 
 def test_what_is_little_else_than_matrix_products_is_not_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
     compiled: list[Any] = []
-    monkeypatch.setattr(torch, "compile", lambda module, **_: compiled.append(module) or module)
+    monkeypatch.setattr(torch._inductor, "compile", lambda module, _: compiled.append(module) or module)
     notes = []
     for width in (8, 1024):
         model = mlp(width, width, 2)
@@ -496,16 +497,13 @@ def test_what_is_little_else_than_matrix_products_is_not_compiled(monkeypatch: p
 
 
 def test_without_a_compiler_products_run_plain_after_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
-    def broken(function: Any, **_: Any) -> Any:
-        def call(*_: Any) -> Any:
-            raise RuntimeError("no C++ compiler")
+    def broken(*_: Any) -> Any:
+        raise RuntimeError("no C++ compiler")
 
-        return call
-
-    monkeypatch.setattr(torch, "compile", broken)
+    monkeypatch.setattr(torch._inductor, "compile", broken)
     model = mlp(3, 4, 2)
     optimizer = BlockHF.martens(blocks.single(model), products=Traced(compile=True))
-    with pytest.warns(UserWarning, match=r"torch.compile failed .*no C\+\+ compiler.*run without it"):
+    with pytest.warns(UserWarning, match=r"Compiling failed .*no C\+\+ compiler.*run without it"):
         step(optimizer, model, 8)
     step(optimizer, model, 8)
     assert optimizer.report is not None

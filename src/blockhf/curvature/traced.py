@@ -77,8 +77,8 @@ class Traced:
     often in a row, the objective cannot be traced.
 
     Args:
-        compile: Run the products through ``torch.compile``. The first product of each block then takes
-            10 s to minutes; later steps, and later runs on the same machine, reuse what was compiled. What is
+        compile: Run the products through torch's compiler. The first product of each block then takes 10 s
+            to a minute; later steps, and later runs on the same machine, reuse what was compiled. What is
             little else than matrix products is left as it is on a CPU, where compiling made it slower.
         memory_budget: How many bytes of residuals of micro-batches to keep between products. The default
             keeps none, if the curvature batch has more than one micro-batch.
@@ -340,7 +340,7 @@ class _InPlace(_Product):
 
 
 class _Compiled(_Product):
-    """A product that ``torch.compile`` made faster, or the same product if that fails."""
+    """A product that was compiled, or the same product as it is if that fails."""
 
     def __init__(self, product: _Product) -> None:
         super().__init__(product.residuals, self._compiled(product.function), product.flops)
@@ -356,7 +356,7 @@ class _Compiled(_Product):
             result = super().results(residuals, column, vector)
         except Exception as error:  # a missing compiler, or whatever else a compiler may say
             warnings.warn(
-                f"torch.compile failed ({type(error).__name__}: {str(error).strip().splitlines()[0]}), so "
+                f"Compiling failed ({type(error).__name__}: {str(error).strip().splitlines()[0]}), so "
                 "the products run without it. It needs a C++ compiler, e.g. gcc.",
                 stacklevel=2,
             )
@@ -367,18 +367,33 @@ class _Compiled(_Product):
 
     @staticmethod
     def _compiled(function: Any) -> Callable[..., Any]:
-        def compile(module: fx.GraphModule) -> Any:
-            # What guards would ask is what a trace holds for, and the compiled code itself checks its inputs.
-            options: dict[str, Any] = {"guard_filter_fn": torch.compiler.skip_all_guards_unsafe}
-            return torch.compile(module, dynamic=False, options=options)
-
         if len(function.graph.nodes) <= _LONG:
-            return compile(function)  # type: ignore[no-any-return]
+            return _Fused(function)
         loosen(function.graph)
-        outlined = outline(function, compile)
+        outlined = outline(function, _Fused)
         reuse_memory(outlined.graph)
         outlined.recompile()
         return outlined
+
+
+class _Fused(nn.Module):
+    """A recorded graph as the compiler behind ``torch.compile`` makes it, for inputs like the first ones.
+
+    Dynamo, which comes before it there, would only record what is recorded already, and would ask at each
+    call whether the inputs are still alike, which is what a trace holds for.
+    """
+
+    def __init__(self, module: fx.GraphModule) -> None:
+        super().__init__()
+        self._recorded = (module,)  # not as a submodule
+        self._compiled: Callable[..., Any] | None = None
+
+    def forward(self, *inputs: Tensor) -> Any:
+        if self._compiled is None:
+            from torch._inductor import compile  # takes a second to import
+
+            self._compiled = compile(self._recorded[0], list(inputs))
+        return self._compiled(*inputs)
 
 
 class _TracedPart:

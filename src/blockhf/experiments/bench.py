@@ -304,7 +304,7 @@ def products(case: Network, options: Options) -> list[Row]:
                 warnings.simplefilter("always")
                 candidate, result = _prepare(make(), vector, expected)
             for warning in caught:  # the peers' own are of no interest here
-                if str(warning.message).startswith("torch.compile failed"):
+                if str(warning.message).startswith("Compiling failed"):
                     raise UnavailableError(str(warning.message))
         except UnavailableError as error:
             rows[name] = Row(case.name, name, note=str(error))
