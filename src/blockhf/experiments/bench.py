@@ -25,8 +25,10 @@ from typing import Any
 
 import torch
 from rich import box
-from rich.console import Console
+from rich import console as rich_console
+from rich.console import Console, RenderableType
 from rich.table import Table
+from rich.text import Text
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.profiler import ProfilerActivity, profile, record_function
@@ -794,12 +796,11 @@ def _introduction(content: dict[str, Any]) -> str:
     )
 
 
-def _products_table(name: str, samples: int, rows: Sequence[Row]) -> Table:
+def _products_table(name: str, samples: int, rows: Sequence[Row]) -> RenderableType:
     table = _table(f"{name}, {samples} samples: a Gauss-Newton product")
     table.add_column("way", no_wrap=True)
     for head in ("product", "once", "seconds", "MiB", "first use"):
         table.add_column(head, justify="right", no_wrap=True)
-    table.add_column("")
     for row in rows:
         table.add_row(
             row.way,
@@ -808,23 +809,22 @@ def _products_table(name: str, samples: int, rows: Sequence[Row]) -> Table:
             _number(row.seconds, 4),
             _number(row.peak_mib, 0),
             _number(row.first_seconds, 1),
-            row.note,
         )
-    return table
+    return _noted(table, {row.way: row.note for row in rows})
 
 
-def _step_table(name: str, rows: Sequence[StepRow]) -> Table:
+def _step_table(name: str, rows: Sequence[StepRow]) -> RenderableType:
     table = _table(f"{name}: an update")
     table.add_column("optimizer", no_wrap=True)
     for head in ("seconds", "ratio", "products"):
         table.add_column(head, justify="right", no_wrap=True)
-    table.add_column("")
+    notes = {}
     for row in rows:
         phases = ", ".join(f"{phase} {seconds:.2f}" for phase, seconds in row.phases.items())
-        note = "; ".join(filter(None, [phases, row.note]))
+        notes[row.optimizer] = "; ".join(filter(None, [phases, row.note]))
         own = "" if row.num_products is None else str(row.num_products)
-        table.add_row(row.optimizer, f"{row.seconds:.3f}", f"{row.ratio:.2f} × {row.unit}", own, note)
-    return table
+        table.add_row(row.optimizer, f"{row.seconds:.3f}", f"{row.ratio:.2f} × {row.unit}", own)
+    return _noted(table, notes)
 
 
 def _memory_table(name: str, samples: int, rows: Sequence[MemoryRow]) -> Table:
@@ -858,6 +858,12 @@ def _shares_table(samples: int, shares: dict[str, float]) -> Table:
 
 def _table(title: str) -> Table:
     return Table(title=title, title_justify="left", box=box.SIMPLE_HEAD)
+
+
+def _noted(table: Table, notes: dict[str, str]) -> RenderableType:
+    """A table with what there is to say of its rows below it, where there is room for it."""
+    lines = [Text(f"  {name}: {note}", style="dim") for name, note in notes.items() if note]
+    return rich_console.Group(table, *lines, Text()) if lines else table
 
 
 def _number(value: float | None, digits: int = 2) -> str:
