@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import itertools
+from typing import Any
 
 import pytest
 import torch
+import torch._inductor
 import torch.nn.functional as F
 from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -80,32 +82,66 @@ def test_cuts_cover_the_sequence_without_gaps_and_a_disturbance_is_a_piece_of_it
     assert sum(stop - start == 48 for start, stop in cuts) == 10
 
 
+class Unrolled:
+    """The product of the paper's LSTM, on fewer steps and samples."""
+
+    def __init__(self) -> None:
+        torch.manual_seed(0)
+        model = SequenceClassifier(1, 3).double()
+        batch = torch.rand(5, 14, 1, dtype=torch.float64), torch.randint(3, (5,))
+
+        def objective(batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+            outputs = model(batch[0])
+            return outputs, F.cross_entropy(outputs, batch[1])
+
+        self.block = Block("all", tuple(model.parameters()))
+        self.trace = Trace(GaussNewton(), objective, batch, [self.block], model.modules())
+        self.residuals, _ = self.trace.residuals(self.block.params, batch)
+        self.vector = torch.randn(self.block.size, dtype=torch.float64)
+
+    def __call__(self, product: Any) -> Tensor:
+        with torch.no_grad():
+            result: Tensor = product(self.residuals, self.block, self.block, self.vector)
+        return result
+
+
 def test_the_outlined_product_of_an_unrolled_lstm_is_the_product(monkeypatch: pytest.MonkeyPatch) -> None:
-    torch.manual_seed(0)
-    model = SequenceClassifier(1, 3).double()
-    inputs, targets = torch.rand(5, 14, 1, dtype=torch.float64), torch.randint(3, (5,))
-
-    def objective(batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-        outputs = model(batch[0])
-        return outputs, F.cross_entropy(outputs, batch[1])
-
-    block = Block("all", tuple(model.parameters()))
-    trace = Trace(GaussNewton(), objective, (inputs, targets), [block], model.modules())
-    residuals, _ = trace.residuals(block.params, (inputs, targets))
+    unrolled = Unrolled()
     monkeypatch.setattr(traced, "_InPlace", lambda product: product)  # as for compiling
-    product = trace.product(0, 0)
-    vector = torch.randn(block.size, dtype=torch.float64)
+    product = unrolled.trace.product(0, 0)
     kinds: list[fx.GraphModule] = []
 
     def compile(piece: fx.GraphModule) -> fx.GraphModule:
         kinds.append(piece)
         return piece
 
-    with torch.no_grad():
-        expected = product(residuals, block, block, vector)
-        function = product.function
-        assert isinstance(function, fx.GraphModule)
-        product.function = outline(function, compile)
-        actual = product(residuals, block, block, vector)
+    expected = unrolled(product)
+    assert isinstance(product.function, fx.GraphModule)
+    product.function = outline(product.function, compile)
     assert 1 <= len(kinds) <= 8
-    assert torch.equal(actual, expected)
+    assert torch.equal(unrolled(product), expected)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's own, while it compiles
+def test_the_compiled_product_of_an_unrolled_lstm_is_the_product(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(traced, "_LONG", 100)
+    unrolled = Unrolled()
+    expected = unrolled(unrolled.trace.product(0, 0))
+    unrolled.trace._products.clear()
+    unrolled.trace.compile = True
+    compiled = unrolled.trace.product(0, 0)
+    pieces = [module for module in compiled.function.modules() if isinstance(module, traced._Fused)]  # type: ignore[attr-defined]
+    assert pieces
+    assert not any(piece.is_checked for piece in pieces)
+    for _ in range(3):
+        torch.testing.assert_close(unrolled(compiled), expected, rtol=1e-10, atol=1e-12)
+    assert all(piece.is_checked for piece in pieces)
+
+
+def test_a_piece_that_gets_inputs_of_another_layout_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch._inductor, "compile", lambda module, *_: module)
+    piece = traced._Fused(make_fx(lambda x: x + 1)(torch.zeros(2, 3)))
+    piece(torch.ones(2, 3))
+    with pytest.raises(RuntimeError, match="another layout"):
+        piece(torch.ones(3, 2).t())

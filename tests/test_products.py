@@ -476,7 +476,7 @@ def test_compiled_products_equal_the_others_and_the_time_to_compile_is_told() ->
 
 def test_what_is_little_else_than_matrix_products_is_not_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
     compiled: list[Any] = []
-    monkeypatch.setattr(torch._inductor, "compile", lambda module, _: compiled.append(module) or module)
+    monkeypatch.setattr(torch._inductor, "compile", lambda module, *_: compiled.append(module) or module)
     notes = []
     for width in (8, 1024):
         model = mlp(width, width, 2)

@@ -31,6 +31,8 @@ _SMALL = 1 / 4
 
 def join(graph: fx.Graph, num_fixed: int) -> None:
     """Join what can be; the first ``num_fixed`` inputs do not depend on the vector."""
+    if any(_is(node, _aten.as_strided) for node in graph.nodes):
+        return  # which relies on how memory is laid out
     inputs = [node for node in graph.nodes if node.op == "placeholder"]
     for rule in (
         _turn_products,
@@ -79,13 +81,9 @@ def _drop_zero_slices(graph: fx.Graph, fixed: set[fx.Node]) -> None:
         source: Any = whole.args[0] if permuted else whole
         if not _is(node, _aten.select) or not _is(source, _aten.select_backward):
             continue
-        order = (
-            [dim % whole.meta["val"].dim() for dim in whole.args[1]]
-            if permuted
-            else range(len(_shape(whole)))
-        )
         _, sizes, dim, place = source.args
-        if order[node.args[1]] != dim % len(sizes) or (node.args[2] - place) % sizes[dim] == 0:
+        order = whole.args[1] if permuted else range(len(sizes))
+        if (order[node.args[1]] - dim) % len(sizes) or (node.args[2] - place) % sizes[dim] == 0:
             continue
         for user in list(node.users):
             others = [leaf for leaf in user.args if leaf is not node]
@@ -147,7 +145,7 @@ def _join_summed_products(graph: fx.Graph, fixed: set[fx.Node]) -> None:
             products = _terms(summands, 1 - side, fixed)
             terms = {leaf.args[side]: leaf for leaf in products}
             stack = stacks.get((frozenset(terms), 1 - side))
-            if len(terms) < _FEWEST or stack is None or len(stack.args[0]) != len(terms):
+            if len(terms) < _FEWEST or stack is None or not len(stack.args[0]) == len(terms) == len(products):
                 continue
             terms = {factor: terms[factor] for factor in stack.args[0]}  # in the order of the stack
             if total < stack:
@@ -199,9 +197,8 @@ def _join_tangents(graph: fx.Graph, fixed: set[fx.Node]) -> None:
                 continue
             with graph.inserting_before(total):
                 sizes = [1, _shape(total)[1]] if side == 0 else [_shape(total)[0], 1]
-                others = [leaf.args[1 - side] for leaf in terms] + [
-                    _ones(graph, sizes, total) for _ in spread
-                ]
+                others = [leaf.args[1 - side] for leaf in terms]
+                others += [_ones(graph, sizes, total) for _ in spread]
                 beside = _call(graph, _aten.cat, factors, 1 - side), _call(graph, _aten.cat, others, side)
                 joined = _product(graph, side, *beside)
             _replace(total, [joined, *(leaf for leaf in summands if leaf not in terms + spread)])
@@ -232,48 +229,6 @@ def _join_cotangents(graph: fx.Graph, fixed: set[fx.Node]) -> None:
                     part = _call(graph, _aten.slice, joined, 0, start, stop)
                     node.replace_all_uses_with(_dense(graph, _turned(graph, part, side == 0)))
                     start = stop
-
-
-def _terms(summands: Sequence[fx.Node], side: int, fixed: set[fx.Node]) -> list[Any]:
-    """Those of the summands that are products with something fixed, and nothing else."""
-    return [leaf for leaf in summands if _has_fixed(leaf, side, fixed) and len(leaf.users) == 1]
-
-
-def _numel(*nodes: Any) -> int:
-    return sum(node.meta["val"].numel() for node in nodes)
-
-
-def _turned(graph: fx.Graph, matrix: Any, turn: bool) -> fx.Node:
-    return _call(graph, _aten.t, matrix) if turn else matrix
-
-
-def loosen(graph: fx.Graph) -> None:
-    """Make it easier for a compiler to fuse loops.
-
-    A matrix product that is added to something would be accumulated into a copy of it; where only slices of
-    the sum are read, these are added up instead, together with what reads them. Several steps' sums over a
-    dimension become the sum of what the steps add up, as a reduction is a loop of its own.
-    """
-    for node in list(graph.nodes):
-        if not _is(node, _aten.add) or node.kwargs:
-            continue
-        if any(_is(leaf, _aten.mm) for leaf in node.args) and all(
-            _is(user, _aten.slice) for user in node.users
-        ):
-            for user in list(node.users):
-                with graph.inserting_before(user):
-                    parts = [_call(graph, _aten.slice, leaf, *user.args[1:]) for leaf in node.args]
-                    user.replace_all_uses_with(_call(graph, _aten.add, *parts))
-        elif all(_is(leaf, _aten.sum) and len(leaf.users) == 1 for leaf in node.args):
-            one, other = node.args
-            if one.args[1:] == other.args[1:] and _shape(one.args[0]) == _shape(other.args[0]):
-                with graph.inserting_before(node):
-                    total = _call(graph, _aten.add, one.args[0], other.args[0])
-                    node.replace_all_uses_with(_call(graph, _aten.sum, total, *one.args[1:]))
-                graph.erase_node(node)
-                graph.erase_node(one)
-                graph.erase_node(other)
-    graph.eliminate_dead_code()
 
 
 def _sums(graph: fx.Graph) -> Iterator[tuple[fx.Node, list[fx.Node]]]:
@@ -325,7 +280,9 @@ def _lay_out_anew(graph: fx.Graph, sources: set[fx.Node]) -> None:
 
 def _fits(node: Any, old: fx.Node) -> bool:
     """Whether ``node`` can stand for ``old``, even if a view of that comes next."""
-    return _shape(node) == _shape(old) and (alike(node, old) or node.meta["val"].is_contiguous())
+    if not isinstance(node, fx.Node) or _shape(node) != _shape(old):
+        return False
+    return alike(node, old) or bool(node.meta["val"].is_contiguous())
 
 
 def _dense(graph: fx.Graph, node: fx.Node) -> fx.Node:
@@ -338,9 +295,18 @@ def _product(graph: fx.Graph, side: int, factor: fx.Node, other: fx.Node) -> fx.
     return _call(graph, _aten.mm, *((factor, other) if side == 0 else (other, factor)))
 
 
+def _terms(summands: Sequence[fx.Node], side: int, fixed: set[fx.Node]) -> list[Any]:
+    """Those of the summands that are products with something fixed, and nothing else."""
+    return [leaf for leaf in summands if _has_fixed(leaf, side, fixed) and len(leaf.users) == 1]
+
+
 def _has_fixed(node: fx.Node, side: int, fixed: set[fx.Node]) -> bool:
     """Whether it is a matrix product whose factor on that side is fixed, and the other is not."""
     return _is(node, _aten.mm) and node.args[side] in fixed and node.args[1 - side] not in fixed
+
+
+def _turned(graph: fx.Graph, matrix: Any, turn: bool) -> fx.Node:
+    return _call(graph, _aten.t, matrix) if turn else matrix
 
 
 def _is_spread(node: fx.Node, dim: int) -> bool:
@@ -381,6 +347,10 @@ def _is(node: Any, packet: Any) -> bool:
 
 def _shape(node: Any) -> tuple[int, ...]:
     return tuple(node.meta["val"].shape)
+
+
+def _numel(*nodes: Any) -> int:
+    return sum(node.meta["val"].numel() for node in nodes)
 
 
 def _dim(stack: fx.Node) -> Any:

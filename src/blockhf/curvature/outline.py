@@ -120,8 +120,11 @@ def _cut(tokens: Sequence[Any]) -> list[tuple[int, int]]:
 
 
 def _repetition(sequence: Sequence[int], start: int) -> tuple[int, int]:
-    """The period that makes the most of the sequence repeat from ``start`` on, and how often it does."""
-    best = 0, 0
+    """The period with which the sequence repeats from ``start`` on, and how often.
+
+    Of the multiples of the shortest period it is the first of those after which little is left over.
+    """
+    found = []
     longest = min(_LONGEST_PERIOD, (len(sequence) - start) // _FEWEST_REPEATS)
     for period in range(_SHORTEST_PERIOD, longest + 1):
         if sequence[start] != sequence[start + period]:
@@ -132,7 +135,7 @@ def _repetition(sequence: Sequence[int], start: int) -> tuple[int, int]:
             and sequence[start + length] == sequence[start + length + period]
         ):
             length += 1
-        repeats = length // period + 1
-        if repeats >= _FEWEST_REPEATS and repeats * period > best[0] * best[1]:
-            best = period, repeats
-    return best
+        if length >= (_FEWEST_REPEATS - 1) * period:
+            found.append((period, length // period + 1))
+    most = max((period * repeats for period, repeats in found), default=0)
+    return next((pair for pair in found if pair[0] * pair[1] > 0.95 * most), (0, 0))

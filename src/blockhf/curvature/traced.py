@@ -23,7 +23,7 @@ from torch.func import functional_call
 
 from blockhf.blocks import Block
 from blockhf.curvature.fisher import MonteCarloFisher
-from blockhf.curvature.joins import join, loosen
+from blockhf.curvature.joins import join
 from blockhf.curvature.outline import outline
 from blockhf.curvature.products import (
     Curvature,
@@ -363,13 +363,16 @@ class _Compiled(_Product):
             self.function = self.plain.function
             result = super().results(residuals, column, vector)
         self.seconds, self._ready = time.perf_counter() - start, True
+        if isinstance(self.function, nn.Module):
+            for module in self.function.modules():
+                if isinstance(module, _Fused):
+                    module.is_checked = True
         return result
 
     @staticmethod
     def _compiled(function: Any) -> Callable[..., Any]:
         if len(function.graph.nodes) <= _LONG:
             return _Fused(function)
-        loosen(function.graph)
         outlined = outline(function, _Fused)
         reuse_memory(outlined.graph)
         outlined.recompile()
@@ -380,20 +383,42 @@ class _Fused(nn.Module):
     """A recorded graph as the compiler behind ``torch.compile`` makes it, for inputs like the first ones.
 
     Dynamo, which comes before it there, would only record what is recorded already, and would ask at each
-    call whether the inputs are still alike, which is what a trace holds for.
+    call whether the inputs are still alike. That is what a trace holds for, so it is asked until the whole
+    product has run once, and then no more.
     """
 
     def __init__(self, module: fx.GraphModule) -> None:
         super().__init__()
         self._recorded = (module,)  # not as a submodule
         self._compiled: Callable[..., Any] | None = None
+        self._layouts: list[Any] = []
+        self.is_checked = False
 
     def forward(self, *inputs: Tensor) -> Any:
-        if self._compiled is None:
-            from torch._inductor import compile  # takes a second to import
+        if not self.is_checked:
+            layouts = [(tensor.shape, tensor.stride(), tensor.dtype, tensor.device) for tensor in inputs]
+            if self._compiled is None:
+                from torch._inductor import compile  # takes a second to import
 
-            self._compiled = compile(self._recorded[0], list(inputs))
+                self._compiled = compile(self._recorded[0], list(inputs), _options(inputs))
+                self._layouts = layouts
+            if layouts != self._layouts:
+                raise RuntimeError(
+                    "a piece of the graph got inputs of another layout than it was compiled for"
+                )
+        assert self._compiled is not None
         return self._compiled(*inputs)
+
+
+def _options(inputs: Sequence[Tensor]) -> dict[str, Any]:
+    """What the compiler should do otherwise than by default.
+
+    It need not ask for sizes and strides at each call either. And on a CPU it turns a matrix product that is
+    added to something into one that is accumulated in a copy of it, although the sum would be fused with
+    what comes next.
+    """
+    on_cpu = all(tensor.device.type == "cpu" for tensor in inputs)
+    return {"size_asserts": False, **({"pattern_matcher": False} if on_cpu else {})}
 
 
 class _TracedPart:
