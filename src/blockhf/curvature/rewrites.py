@@ -112,9 +112,7 @@ def simplify(graph: fx.Graph) -> None:
     """Drop copies that serve autograd alone and what is computed twice."""
     seen: dict[Any, fx.Node] = {}
     for node in list(graph.nodes):
-        if node.op != "call_function" or torch.Tag.nondeterministic_seeded in getattr(
-            node.target, "tags", ()
-        ):
+        if node.op != "call_function" or _is_random(node):
             continue
         source: Any = node.args[0] if node.args else None
         if node.target is _aten.t.default and source.target is _aten.t.default:
@@ -132,6 +130,10 @@ def simplify(graph: fx.Graph) -> None:
         else:
             seen[key] = node
     graph.eliminate_dead_code()
+
+
+def _is_random(node: fx.Node) -> bool:
+    return torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
 
 
 def hoist(fixed: fx.GraphModule, product: fx.GraphModule, num_residuals: int) -> int:
