@@ -382,3 +382,11 @@ def test_the_page_in_a_browser(content: bytes, tmp_path: Path) -> None:
     assert number == 12
     assert narrowest > 300
     assert flattest > 200
+
+
+def test_a_long_title_stays_within_a_narrow_figure(whole: Comparison) -> None:
+    panel = figures.panels(whole, "ge")[0][0]
+    figure = figures.grid([[(panel, figures.looks(whole))]], "Three layers of something on something " * 3)
+    figure.canvas.draw()
+    (title,) = (text for text in figure.texts if text.get_text().startswith("Three"))
+    assert title.get_window_extent().width < figure.bbox.width

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import itertools
 import math
+import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -194,7 +195,7 @@ def grid(rows: Sequence[Sequence[tuple[Panel, dict[str, tuple[str, Dashes]]]]], 
         for (panel, own), axes in zip(row, places, strict=True):
             _draw(panel, axes, own)
     if title:
-        figure.suptitle(title, fontsize=11)
+        figure.suptitle(textwrap.fill(title, width=58 * len(rows[0])), fontsize=11)
     return figure
 
 
