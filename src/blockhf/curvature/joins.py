@@ -20,7 +20,6 @@ from blockhf.curvature.rewrites import alike, dependent_on
 _aten = torch.ops.aten
 
 _OVERLOADS = {_aten.add: "Tensor", _aten.select: "int", _aten.slice: "Tensor", _aten.sum: "dim_IntList"}
-_CONTIGUOUS = {"memory_format": torch.contiguous_format}
 
 _FEWEST = 3
 """Steps from which on a loop is worth it."""
@@ -62,11 +61,7 @@ def _turn_products(graph: fx.Graph, fixed: set[fx.Node]) -> None:
         product: Any = node.args[0] if _is(node, _aten.t) else None
         if _is(product, _aten.mm) and len(product.users) == 1:
             with graph.inserting_before(node):
-                factors = [
-                    factor.args[0] if _is(factor, _aten.t) else _call(graph, _aten.t, factor)
-                    for factor in reversed(product.args)
-                ]
-                new = _call(graph, _aten.mm, *factors)
+                new = _call(graph, _aten.mm, *(_turned(graph, factor) for factor in reversed(product.args)))
             turned.add(new)
             node.replace_all_uses_with(new)
     _lay_out_anew(graph, turned)
@@ -154,8 +149,7 @@ def _join_summed_products(graph: fx.Graph, fixed: set[fx.Node]) -> None:
                 others = _call(graph, _aten.stack, [leaf.args[1 - side] for leaf in terms.values()], side)
                 factors = _flat(graph, stack, 1 - side), _flat(graph, others, side)
                 joined = _product(graph, side, *factors)
-            joined_ones = set(terms.values())
-            _replace(total, [joined, *(leaf for leaf in summands if leaf not in joined_ones)])
+            _replace(total, [joined, *(leaf for leaf in summands if leaf not in products)])
             break
 
 
@@ -287,7 +281,9 @@ def _fits(node: Any, old: fx.Node) -> bool:
 
 def _dense(graph: fx.Graph, node: fx.Node) -> fx.Node:
     """``node`` in one piece of memory, as a view of it may come next."""
-    return node if node.meta["val"].is_contiguous() else _call(graph, _aten.clone, node, **_CONTIGUOUS)
+    if node.meta["val"].is_contiguous():
+        return node
+    return _call(graph, _aten.clone, node, memory_format=torch.contiguous_format)
 
 
 def _product(graph: fx.Graph, side: int, factor: fx.Node, other: fx.Node) -> fx.Node:
@@ -305,8 +301,11 @@ def _has_fixed(node: fx.Node, side: int, fixed: set[fx.Node]) -> bool:
     return _is(node, _aten.mm) and node.args[side] in fixed and node.args[1 - side] not in fixed
 
 
-def _turned(graph: fx.Graph, matrix: Any, turn: bool) -> fx.Node:
-    return _call(graph, _aten.t, matrix) if turn else matrix
+def _turned(graph: fx.Graph, matrix: Any, turn: bool = True) -> fx.Node:
+    """The transpose, or the matrix itself where there is nothing to turn."""
+    if not turn:
+        return matrix  # type: ignore[no-any-return]
+    return matrix.args[0] if _is(matrix, _aten.t) else _call(graph, _aten.t, matrix)
 
 
 def _is_spread(node: fx.Node, dim: int) -> bool:

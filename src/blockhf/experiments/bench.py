@@ -25,8 +25,8 @@ from typing import Any
 
 import torch
 from rich import box
-from rich import console as rich_console
 from rich.console import Console, RenderableType
+from rich.console import Group as Together
 from rich.table import Table
 from rich.text import Text
 from torch import Tensor, nn
@@ -863,7 +863,7 @@ def _table(title: str) -> Table:
 def _noted(table: Table, notes: dict[str, str]) -> RenderableType:
     """A table with what there is to say of its rows below it, where there is room for it."""
     lines = [Text(f"  {name}: {note}", style="dim") for name, note in notes.items() if note]
-    return rich_console.Group(table, *lines, Text()) if lines else table
+    return Together(table, *lines, Text()) if lines else table
 
 
 def _number(value: float | None, digits: int = 2) -> str:

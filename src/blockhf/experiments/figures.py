@@ -64,7 +64,7 @@ def race(curves: Sequence[Curve], *, title: str) -> bytes:
         axes.grid(color="#dddddd", linewidth=0.6)
         axes.spines[["top", "right"]].set_visible(False)
     by_seconds.legend(frameon=False, handlelength=3.2)
-    figure.suptitle(title, fontsize=11)
+    _head(figure, title)
     return _png(figure)
 
 
@@ -176,6 +176,11 @@ def _color_key(spec: Spec) -> str:
     return str(Spec("hf", spec.options)) if spec.name == "block-hf" else str(spec)
 
 
+def _head(figure: Figure, title: str) -> None:
+    """A title above all panels, in as many lines as the figure's width makes of it."""
+    figure.suptitle(textwrap.fill(title, width=int(12 * figure.get_figwidth())), fontsize=11)
+
+
 def _title(specs: Sequence[Spec]) -> str:
     return " and ".join(dict.fromkeys(spec.kind for spec in specs))
 
@@ -195,7 +200,7 @@ def grid(rows: Sequence[Sequence[tuple[Panel, dict[str, tuple[str, Dashes]]]]], 
         for (panel, own), axes in zip(row, places, strict=True):
             _draw(panel, axes, own)
     if title:
-        figure.suptitle(textwrap.fill(title, width=58 * len(rows[0])), fontsize=11)
+        _head(figure, title)
     return figure
 
 
@@ -276,7 +281,7 @@ def scaling(found: Sequence[tuple[str, plan.Scaling]], *, title: str) -> Figure:
     panels[0].yaxis.set_major_formatter(FuncFormatter(_plain))
     panels[0].yaxis.set_minor_formatter(NullFormatter())
     panels[0].legend(fontsize=8, handlelength=3, framealpha=0.0)
-    figure.suptitle(title, fontsize=11)
+    _head(figure, title)
     return figure
 
 
