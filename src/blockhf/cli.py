@@ -112,7 +112,10 @@ def _experiments(app: "typer.Typer") -> None:
 
     Task = Annotated[str, typer.Argument(metavar="TASK", help="autoencoder, lstm or cnn.")]
     Preset = Annotated[
-        str, typer.Option(help="quick (small, data included), cpu (about ten minutes a run) or paper.")
+        str,
+        typer.Option(
+            help="quick (small, data included), cpu (about ten minutes a run), long (hours) or paper."
+        ),
     ]
     Budget = Annotated[
         str, typer.Option(help="50updates, 20epochs, 200ge or 600s.", show_default="the preset's own")

@@ -34,7 +34,17 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 import blockhf
-from blockhf import AllSamples, BlockHF, ByCoefficient, Identity, Precondition, Subspace, blocks, flops
+from blockhf import (
+    AllSamples,
+    Auto,
+    BlockHF,
+    ByCoefficient,
+    Identity,
+    Precondition,
+    Subspace,
+    blocks,
+    flops,
+)
 from blockhf.blocks import Group
 from blockhf.experiments.costs import Unit
 from blockhf.experiments.muon import Muon
@@ -209,7 +219,7 @@ class Spec:
         partition = self.partition(task)
         assert partition is not None
         rest = {key: _policy(value) for key, value in rest.items()}
-        common: dict[str, Any] = {"measure_memory": False}
+        common: dict[str, Any] = {"measure_memory": False, "products": Auto(compile=task.compile)}
         if self.name == "blockhf":
             common["population"] = population
         if "curvature" in self.options:
