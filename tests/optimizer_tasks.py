@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import io
 from collections.abc import Callable
 from typing import Any
 
@@ -11,6 +12,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.func import functional_call, jacrev
 
+from blockhf import BlockHF, FixedStep
+
+Factory = Callable[..., BlockHF]
+FACTORIES: dict[str, Factory] = {"default": BlockHF, "paper": BlockHF.paper, "martens": BlockHF.martens}
+FIXED: dict[str, Any] = {"damping": 0.01, "search": FixedStep()}
 LOSSES: dict[str, Callable[..., Tensor]] = {"mse": F.mse_loss, "cross_entropy": F.cross_entropy}
 
 
@@ -82,6 +88,28 @@ def equal(a: Any, b: Any) -> bool:
     if isinstance(a, (list, tuple)):
         return len(a) == len(b) and all(map(equal, a, b))
     return bool(a == b)
+
+
+def through_a_file(state: dict[str, Any]) -> dict[str, Any]:
+    """What a checkpoint gives back."""
+    file = io.BytesIO()
+    torch.save(state, file)
+    file.seek(0)
+    return torch.load(file, weights_only=True)
+
+
+def by_layer(model: nn.Module) -> list[Tensor]:
+    """A flat copy of each layer's parameters."""
+    return [values(layer) for layer in model.children() if list(layer.parameters())]
+
+
+def written(model: nn.Module) -> list[Tensor]:
+    """What ``direction`` wrote, one flat vector per layer."""
+    return [
+        torch.cat([param.grad.reshape(-1) for param in layer.parameters()])
+        for layer in model.children()
+        if list(layer.parameters())
+    ]
 
 
 def dense_loss(task: Task, batch: Any) -> Tensor:

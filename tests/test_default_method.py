@@ -13,8 +13,7 @@ from torch import Tensor, nn
 from blockhf import Auto, BlockHF, Traced, blocks
 from blockhf.curvature import auto
 from cases import BATCH_NORM, CASES, CROSS_ENTROPY, DROPOUT, MLP, ONE_PER_NETWORK, Case
-from optimizer_tasks import Task, equal, snapshot, values
-from test_optimizer_contract import through_a_file
+from optimizer_tasks import Task, equal, snapshot, through_a_file, values
 from test_optimizer_cost import Graphs
 
 PLAIN = Case(MLP, CROSS_ENTROPY)
