@@ -21,6 +21,7 @@ from blockhf import (
     blocks,
 )
 from optimizer_tasks import (
+    FACTORIES,
     Factory,
     Task,
     mlp,
@@ -262,17 +263,27 @@ BAD_OPTIONS: list[tuple[str, Any, str]] = [
         for value in (10, (10,), (10, 0), (-1, 2), (10, 2.5), (math.inf, 2), "ab", (1, 2, 3))
     ],
 ]
-bad_options = pytest.mark.parametrize(("option", "value", "bound"), BAD_OPTIONS)
+
+
+def bad_options(*left_out: str) -> pytest.MarkDecorator:
+    """All bad values for the default; for the other factories, which share its checks, one of each option."""
+    one_of_each = {option: (option, value, bound) for option, value, bound in reversed(BAD_OPTIONS)}
+    return pytest.mark.parametrize(
+        ("factory", "option", "value", "bound"),
+        [
+            pytest.param(factory, option, value, bound, id=f"{name}-{option}-{value}")
+            for name, factory in FACTORIES.items()
+            for option, value, bound in (BAD_OPTIONS if name == "default" else one_of_each.values())
+            if option not in left_out
+        ],
+    )
 
 
 def complaint(block: str, option: str, value: Any, bound: str) -> str:
     return re.escape(f"{option} of block {block!r} is {value!r}, but must be {bound}.")
 
 
-@pytest.mark.parametrize(
-    ("option", "value", "bound"),
-    [option for option in BAD_OPTIONS if option[0] != "damping"],
-)
+@bad_options("damping")
 def test_a_bad_option_is_told_at_construction(
     request: pytest.FixtureRequest, factory: Factory, option: str, value: Any, bound: str
 ) -> None:
@@ -282,7 +293,7 @@ def test_a_bad_option_is_told_at_construction(
         factory(blocks.single(mlp()), **{option: value})
 
 
-@bad_options
+@bad_options()
 def test_a_bad_option_of_a_group_is_told_at_construction(
     factory: Factory, option: str, value: Any, bound: str
 ) -> None:
@@ -292,7 +303,7 @@ def test_a_bad_option_of_a_group_is_told_at_construction(
         factory(groups)
 
 
-@bad_options
+@bad_options()
 def test_a_bad_edit_of_a_group_is_told_at_the_next_step(
     factory: Factory, option: str, value: Any, bound: str
 ) -> None:

@@ -16,6 +16,7 @@ from blockhf import (
     blocks,
 )
 from optimizer_tasks import (
+    FACTORIES,
     FIXED,
     Factory,
     Task,
@@ -129,7 +130,15 @@ SCHEDULERS: dict[str, Callable[[BlockHF], Any]] = {
 }
 
 
-@pytest.mark.parametrize("make", SCHEDULERS.values(), ids=SCHEDULERS.keys())
+@pytest.mark.parametrize(
+    ("factory", "make"),
+    [
+        pytest.param(factory, make, id=f"{name}-{kind}")
+        for name, factory in FACTORIES.items()
+        for kind, make in SCHEDULERS.items()
+        if name == "default" or kind == "LambdaLR per block"
+    ],
+)
 def test_a_scheduler_sets_the_length_of_the_update(factory: Factory, make: Callable[[BlockHF], Any]) -> None:
     task = Task()
     optimizer = factory(blocks.by_layer(task.model), lr=0.8, max_cg_steps=2, warm_start=0.0, **FIXED)

@@ -23,6 +23,7 @@ from blockhf import (
 from blockhf.objective import Problem
 from blockhf.operators import BlockMatrix, Dense
 from optimizer_tasks import (
+    FACTORIES,
     Factory,
     Task,
     equal,
@@ -64,7 +65,15 @@ STYLES: dict[str, tuple[dict[str, Any], int]] = {
     "slow start": ({"max_cg_steps": 3, "slow_start": (3, 1), "warm_start": 0.5}, 16),
     "many samples": ({"max_cg_steps": 2}, 160),
 }
-all_styles = pytest.mark.parametrize(("options", "num_samples"), STYLES.values(), ids=STYLES.keys())
+OF_FACTORY = {"default": STYLES, "paper": ("slow start", "many samples"), "martens": ("plain", "adaptive")}
+all_styles = pytest.mark.parametrize(
+    ("factory", "options", "num_samples"),
+    [
+        pytest.param(FACTORIES[name], *STYLES[style], id=f"{name}-{style}")
+        for name, styles in OF_FACTORY.items()
+        for style in styles
+    ],
+)
 
 
 @all_styles
@@ -73,7 +82,7 @@ def test_a_resumed_run_goes_on_to_the_last_bit(
 ) -> None:
     task = Task(num_samples=num_samples)
     optimizer = factory(blocks.by_layer(task.model), **options)
-    for _ in range(3):
+    for _ in range(2):
         optimizer.step(task.objective, task.batch)
     saved = {"model": task.model.state_dict(), "optimizer": optimizer.state_dict()}
     pairs = []
@@ -119,7 +128,7 @@ def test_copies_of_model_and_optimizer_go_on_alike_and_apart(
 ) -> None:
     task = Task(num_samples=num_samples)
     optimizer = factory(blocks.by_layer(task.model), **options)
-    for _ in range(3):
+    for _ in range(2):
         optimizer.step(task.objective, task.batch)
     copied = copy.deepcopy((task, optimizer))
     pickled = pickle.loads(pickle.dumps((task, optimizer)))

@@ -14,6 +14,7 @@ from blockhf import (
     blocks,
 )
 from optimizer_tasks import (
+    FACTORIES,
     Factory,
     Task,
     dense_loss,
@@ -133,15 +134,25 @@ def test_without_a_warm_start_no_solution_is_kept(factory: Factory) -> None:
 # --- batches -------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("micro_batch_size", [None, 5])
+NESTINGS: dict[str, tuple[Any, Any]] = {
+    "dict": (lambda x, y: {"image": x, "label": y}, lambda batch: (batch["image"], batch["label"])),
+    "list of dict": (
+        lambda x, y: [x, {"label": y, "scale": 1.0}],
+        lambda batch: (batch[0], batch[1]["label"]),
+    ),
+    "tuple of list": (lambda x, y: (x, [y, None]), lambda batch: (batch[0], batch[1][0])),
+}
+
+
+@pytest.mark.parametrize("micro_batch_size", [None, 9])
 @pytest.mark.parametrize(
-    ("pack", "unpack"),
+    ("factory", "pack", "unpack"),
     [
-        (lambda x, y: {"image": x, "label": y}, lambda batch: (batch["image"], batch["label"])),
-        (lambda x, y: [x, {"label": y, "scale": 1.0}], lambda batch: (batch[0], batch[1]["label"])),
-        (lambda x, y: (x, [y, None]), lambda batch: (batch[0], batch[1][0])),
+        pytest.param(factory, *nesting, id=f"{name}-{kind}")
+        for name, factory in FACTORIES.items()
+        for kind, nesting in NESTINGS.items()
+        if name == "default" or kind == "list of dict"
     ],
-    ids=["dict", "list of dict", "tuple of list"],
 )
 def test_a_batch_may_be_any_nesting(
     factory: Factory, pack: Any, unpack: Any, micro_batch_size: int | None
