@@ -32,7 +32,7 @@ from blockhf import (
 )
 from blockhf.blocks import Block
 from blockhf.curvature import auto, traced
-from blockhf.curvature.dense import FormingError
+from blockhf.curvature.formed import FormingError
 from blockhf.curvature.rewrites import TracingError
 from blockhf.curvature.traced import Trace
 from blockhf.objective import Problem

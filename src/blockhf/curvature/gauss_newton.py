@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from blockhf.blocks import Block
-from blockhf.curvature.graph import Linearization
+from blockhf.curvature.double_backward import Linearization
 from blockhf.curvature.products import inner
 from blockhf.objective import Evaluation, check_outputs
 from blockhf.operators import BlockMatrix

@@ -19,8 +19,8 @@ from torch import Tensor
 from torch.func import functional_call, grad, vmap
 
 from blockhf.blocks import Block
+from blockhf.curvature.double_backward import DoubleBackward
 from blockhf.curvature.gauss_newton import GaussNewton
-from blockhf.curvature.graph import DoubleBackward
 from blockhf.curvature.products import Curvature, Noted, disagreement
 from blockhf.curvature.rewrites import TracingError
 from blockhf.curvature.rowwise import UnknownUse, row_gradients
