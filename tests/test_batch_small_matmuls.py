@@ -240,3 +240,16 @@ def test_two_draws_for_the_same_tensor_stay_two(monkeypatch: pytest.MonkeyPatch)
     trace = Trace(GaussNewton(), objective, inputs, [block], model.modules())
     _, loss = trace.residuals(block.params, inputs)
     assert loss > 0
+
+
+@pytest.mark.parametrize("network", [SamplesLast, SamplesFirst])
+def test_no_node_is_moved_to_where_it_is(network: type[nn.Module], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Some versions of torch warn of that."""
+    append = fx.Node.append
+
+    def checked(self: fx.Node, other: fx.Node) -> None:
+        assert self.next is not other
+        append(self, other)
+
+    monkeypatch.setattr(fx.Node, "append", checked)
+    traced_product(network, monkeypatch)

@@ -40,6 +40,9 @@ def record_operations(
     return recorded
 
 
+SCHEMA = "_schema"
+
+
 def schema_of(operation: Any) -> Any:
     """What an operation takes, gives and writes to; ``None`` for a function that is no operator of torch.
 
@@ -48,7 +51,7 @@ def schema_of(operation: Any) -> Any:
     if packet_of(operation) is None:
         return None
     try:
-        return operation._schema
+        return getattr(operation, SCHEMA)
     except AttributeError as error:
         raise MissingInTorchError("this version of torch does not say what operations write to") from error
 
@@ -101,6 +104,9 @@ def dispatch_mode() -> Any:
 
 
 DispatchMode: Any = dispatch_mode()
+
+EIGENDECOMPOSITION: Any = getattr(_aten, "_linalg_eigh", None)
+"""What ``torch.linalg.eigh`` calls. Without it eigendecompositions are not counted."""
 
 _FLOPS: dict[Any, Callable[..., int]] = {
     _aten.mm: lambda left, right, **_: 2 * left.numel() * right.shape[-1],

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from blockhf._torch import DispatchMode, flop_formula, packet_of, writes_memory
+from blockhf._torch import EIGENDECOMPOSITION, DispatchMode, flop_formula, packet_of, writes_memory
 
 _aten = torch.ops.aten
 
@@ -54,7 +54,7 @@ def _added(_: Tensor, left: Tensor, right: Tensor, *__: Any, **___: Any) -> int:
 _FORMULAS: dict[Any, Callable[..., Any]] = {
     _aten.linalg_cholesky_ex: _cubic(1 / 3),
     _aten.cholesky_inverse: _cubic(2 / 3),
-    _aten._linalg_eigh: _cubic(9),
+    EIGENDECOMPOSITION: _cubic(9),
     _aten.linalg_qr: _orthogonal_triangular,
     _aten.cholesky_solve: lambda b, factor, *_, **__: 2 * factor.shape[-1] * b.numel(),
     _aten.linalg_solve_triangular: lambda factor, b, *_, **__: factor.shape[-1] * b.numel(),
@@ -67,7 +67,7 @@ _FORMULAS: dict[Any, Callable[..., Any]] = {
 def flops_of(operation: Any, args: Any, kwargs: Any, result: Any) -> int:
     """The floating point operations of one tensor operation; only shapes matter."""
     packet = packet_of(operation)
-    if packet in _FORMULAS:
+    if packet is not None and packet in _FORMULAS:
         return int(_FORMULAS[packet](*args, **kwargs))
     formula = flop_formula(packet)
     return 0 if formula is None else int(formula(*args, **kwargs, out_val=result))
