@@ -15,8 +15,10 @@ SOURCE = Path(blockhf.__file__).parent
 
 # A room may import from the floors below its own. A new room gets its place here.
 FLOORS = [
-    {"flops"},
+    {"_torch"},
+    {"flops", "fx_graphs"},
     {"blocks", "operators", "report", "objective"},
+    {"compile"},
     {"curvature", "solvers"},
     {"preconditioners", "damping", "sampling", "search"},
     {"distributed"},

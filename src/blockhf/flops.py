@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.flop_counter import flop_registry
+
+from blockhf._torch import EIGENDECOMPOSITION, DispatchMode, flop_formula, packet_of, writes_memory
 
 _aten = torch.ops.aten
 
@@ -54,7 +54,7 @@ def _added(_: Tensor, left: Tensor, right: Tensor, *__: Any, **___: Any) -> int:
 _FORMULAS: dict[Any, Callable[..., Any]] = {
     _aten.linalg_cholesky_ex: _cubic(1 / 3),
     _aten.cholesky_inverse: _cubic(2 / 3),
-    _aten._linalg_eigh: _cubic(9),
+    EIGENDECOMPOSITION: _cubic(9),
     _aten.linalg_qr: _orthogonal_triangular,
     _aten.cholesky_solve: lambda b, factor, *_, **__: 2 * factor.shape[-1] * b.numel(),
     _aten.linalg_solve_triangular: lambda factor, b, *_, **__: factor.shape[-1] * b.numel(),
@@ -66,12 +66,11 @@ _FORMULAS: dict[Any, Callable[..., Any]] = {
 
 def flops_of(operation: Any, args: Any, kwargs: Any, result: Any) -> int:
     """The floating point operations of one tensor operation; only shapes matter."""
-    packet = getattr(operation, "_overloadpacket", None)
-    if packet in _FORMULAS:
+    packet = packet_of(operation)
+    if packet is not None and packet in _FORMULAS:
         return int(_FORMULAS[packet](*args, **kwargs))
-    if packet in flop_registry:
-        return int(flop_registry[packet](*args, **kwargs, out_val=result))
-    return 0
+    formula = flop_formula(packet)
+    return 0 if formula is None else int(formula(*args, **kwargs, out_val=result))
 
 
 def flops_of_graph(graph: fx.Graph) -> int:
@@ -84,7 +83,7 @@ def entries_besides(graph: fx.Graph) -> int:
     writing = [
         node
         for node in graph.nodes
-        if node.op == "call_function" and not getattr(node.target, "is_view", True) and not _cost(node)
+        if node.op == "call_function" and writes_memory(node.target) and not _cost(node)
     ]
     values = [node.meta.get("val") for node in writing]
     return sum(value.numel() for value in values if isinstance(value, Tensor))
@@ -97,11 +96,11 @@ def _cost(node: fx.Node) -> int:
     return flops_of(node.target, fx.map_arg(node.args, value), fx.map_arg(node.kwargs, value), value(node))
 
 
-class Counter(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class Counter(DispatchMode):  # type: ignore[misc]
     """Counts the operations made inside of its ``with``, each time anew and so at a price."""
 
     def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self.flops = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.modules.module import register_module_forward_pre_hook
 
+from blockhf._torch import is_functorch_wrapper, own_buffers
 from blockhf.blocks import Block
 from blockhf.flops import Meter
 from blockhf.operators import BlockMatrix
@@ -215,17 +216,17 @@ class IsolatedBuffers(contextlib.AbstractContextManager["IsolatedBuffers"]):
         self._hook.remove()
         for (module, name), (original, stand_in) in self._swapped.items():
             # A module may have put a new tensor in place instead of writing into the old one.
-            now = module._buffers.get(name)
+            now = own_buffers(module).get(name)
             self._swapped[module, name] = (original, stand_in if now is None else now)
-            module._buffers[name] = original
+            own_buffers(module)[name] = original
 
     def _isolate(self, module: nn.Module, _: Any) -> None:
         self.modules[module] = None
-        for name, buffer in module._buffers.items():
+        for name, buffer in own_buffers(module).items():
             if buffer is not None and (module, name) not in self._swapped and not _transient(buffer):
                 stand_in = buffer.clone()
                 self._swapped[module, name] = (buffer, stand_in)
-                module._buffers[name] = stand_in
+                own_buffers(module)[name] = stand_in
 
     @torch.no_grad()
     def commit(self) -> None:
@@ -233,7 +234,7 @@ class IsolatedBuffers(contextlib.AbstractContextManager["IsolatedBuffers"]):
             if original.shape == stand_in.shape:
                 original.copy_(stand_in)
             else:  # the module put in a tensor of another size
-                module._buffers[name] = stand_in.detach()
+                own_buffers(module)[name] = stand_in.detach()
 
 
 @dataclass
@@ -643,7 +644,7 @@ def twice_differentiable() -> Iterator[None]:
 
 def _transient(tensor: Tensor) -> bool:
     """Whether it is a wrapper that ``vmap`` and its like made and that ends with them."""
-    return torch._C._functorch.is_functorch_wrapped_tensor(tensor)
+    return is_functorch_wrapper(tensor)
 
 
 def _scaled(tensor: Tensor, weight: float) -> Tensor:

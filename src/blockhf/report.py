@@ -14,6 +14,8 @@ from typing import Any
 
 import torch
 
+from blockhf._torch import peak_memory, reset_peak_memory
+
 
 @dataclass(frozen=True)
 class BlockReport:
@@ -169,12 +171,12 @@ class _Peak:
             if self.device.type == "cpu":
                 self._RESET.write_text("5")
             else:
-                torch.accelerator.reset_peak_memory_stats(self.device)
+                reset_peak_memory(self.device)
 
     def read(self) -> int | None:
         with contextlib.suppress(OSError, RuntimeError):
             if self.device.type != "cpu":
-                return int(torch.accelerator.max_memory_allocated(self.device))
+                return peak_memory(self.device)
             found = re.search(r"VmHWM:\s+(\d+) kB", self._STATUS.read_text())
             return None if found is None else int(found[1]) * 1024
         return None

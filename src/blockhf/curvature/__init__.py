@@ -6,10 +6,10 @@ Products say *how* to multiply with it: ``DoubleBackward`` works on everything, 
 """
 
 from blockhf.curvature.auto import Auto
-from blockhf.curvature.dense import Formed
+from blockhf.curvature.double_backward import DoubleBackward
 from blockhf.curvature.fisher import EmpiricalFisher, MonteCarloFisher
+from blockhf.curvature.formed import Formed
 from blockhf.curvature.gauss_newton import GaussNewton
-from blockhf.curvature.graph import DoubleBackward
 from blockhf.curvature.hessian import Hessian
 from blockhf.curvature.products import Curvature, Products
 from blockhf.curvature.traced import Traced

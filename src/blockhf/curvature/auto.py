@@ -13,12 +13,12 @@ from typing import Any
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
-from blockhf.curvature.dense import Formed, FormedMatrix, FormingError, lazily
+from blockhf.curvature.double_backward import DoubleBackward
+from blockhf.curvature.formed import Formed, FormedMatrix, FormingError, lazily
 from blockhf.curvature.gauss_newton import GaussNewton
-from blockhf.curvature.graph import DoubleBackward
 from blockhf.curvature.products import Curvature, Noted
-from blockhf.curvature.rewrites import TracingError
 from blockhf.curvature.traced import Traced
+from blockhf.fx_graphs import TracingError
 from blockhf.objective import Problem, batch_size
 from blockhf.operators import BlockMatrix
 

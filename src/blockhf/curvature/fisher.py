@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.distributions import Distribution
 
 from blockhf.blocks import Block
-from blockhf.curvature.graph import Linearization
+from blockhf.curvature.double_backward import Linearization
 from blockhf.objective import Evaluation, check_outputs
 from blockhf.operators import BlockMatrix
 

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from blockhf.blocks import Block
-from blockhf.curvature.graph import Linearization
-from blockhf.curvature.products import inner
+from blockhf.curvature.double_backward import Linearization
+from blockhf.curvature.products import JacobianForm, inner
 from blockhf.objective import Evaluation, check_outputs
 from blockhf.operators import BlockMatrix
 
@@ -41,7 +41,7 @@ class GaussNewton:
 
 
 @dataclass(frozen=True, eq=False)
-class _Matrix:
+class _Matrix(JacobianForm):
     linearization: Linearization
     slopes: tuple[Tensor, ...]
     curved: tuple[bool, ...]
@@ -51,12 +51,10 @@ class _Matrix:
         return self.way_back(row, curved)
 
     def halves(self, column: int, vector: Tensor) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
-        """``J v`` and ``H J v``: a product before the way back."""
         tangents = self.linearization.pushforward(column, vector)
         return tangents, self._hessian(tangents)
 
     def way_back(self, row: int, curved: Sequence[Tensor]) -> Tensor:
-        """The product from its second half."""
         return self.linearization.pullback(row, curved)
 
     def gram(self, columns: Sequence[int], vectors: Sequence[Tensor]) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import abc
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -31,6 +32,18 @@ class Products(Protocol):
     def linearize(self, curvature: Curvature, problem: Problem, num_products: Sequence[int]) -> BlockMatrix:
         """The matrix, ready for about ``num_products[b]`` products with block ``b``."""
         ...
+
+
+class JacobianForm(abc.ABC):
+    """A matrix of the form ``Jᵀ H J``, whose products have a middle."""
+
+    @abc.abstractmethod
+    def halves(self, column: int, vector: Tensor) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
+        """``J v`` and ``H J v``: a product before the way back."""
+
+    @abc.abstractmethod
+    def way_back(self, row: int, curved: Sequence[Tensor]) -> Tensor:
+        """The product from its second half."""
 
 
 class PartMatrix(BlockMatrix, Protocol):

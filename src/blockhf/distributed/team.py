@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from blockhf._torch import accelerator, set_group_timeout, use_device
 from blockhf.objective import rebuild, take, tensors_of
 from blockhf.solvers import Iterate, Solution, Status
 
@@ -40,10 +41,8 @@ def mesh(
         ValueError: The numbers do not fit.
     """
     kind = device or "cpu"
-    if device is None and torch.accelerator.is_available():
-        accelerator = torch.accelerator.current_accelerator()
-        if accelerator is not None and accelerator.type != "mps":
-            kind = accelerator.type
+    if device is None and (found_device := accelerator()) is not None and found_device.type != "mps":
+        kind = found_device.type
     num_ranks = dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
     if block is None:
         block = num_ranks // (data or 1)
@@ -58,7 +57,7 @@ def mesh(
         limit = datetime.timedelta(seconds=timeout)
         if "WORLD_SIZE" in os.environ:
             if kind != "cpu":
-                torch.accelerator.set_device_index(int(os.environ.get("LOCAL_RANK", "0")))
+                use_device(int(os.environ.get("LOCAL_RANK", "0")))
             dist.init_process_group(timeout=limit)
         else:  # one process, not from torchrun
             dist.init_process_group(
@@ -70,7 +69,7 @@ def mesh(
             )
     found = init_device_mesh(kind, (block, data), mesh_dim_names=DIMENSIONS)
     for name in DIMENSIONS:  # groups of their own begin with torch's default, 30 minutes
-        dist.distributed_c10d._set_pg_timeout(datetime.timedelta(seconds=timeout), found.get_group(name))
+        set_group_timeout(found.get_group(name), datetime.timedelta(seconds=timeout))
     return found
 
 

@@ -19,12 +19,13 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
+from blockhf._torch import saved
 from blockhf.blocks import Block
-from blockhf.curvature.uses import Use, find_uses
 from blockhf.flops import Meter
 from blockhf.objective import Evaluation, Part, Problem, Total
 from blockhf.operators import BlockMatrix, LinearOperator
 from blockhf.preconditioners.draws import Noise, curvature_draw
+from blockhf.preconditioners.parameter_uses import Use, find_uses
 
 
 class Kronecker:
@@ -342,8 +343,8 @@ def _moments(
     The positions are samples, places in a sequence or a picture; inputs with a bias end with a 1.
     """
     if use.kind == "embedding":
-        indices = use.node._saved_indices.reshape(-1)
-        size = use.node._saved_weight_sym_argsize_0
+        indices = saved(use.node, "indices").reshape(-1)
+        size = saved(use.node, "weight_sym_argsize_0")
         counts = torch.bincount(indices, minlength=size).to(gradient.dtype)
         rows = gradient.reshape(-1, gradient.shape[-1])
         yield counts, _second_moment(rows, max_size), len(indices)

@@ -13,10 +13,11 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from blockhf import GaussNewton
 from blockhf.blocks import Block
-from blockhf.curvature import traced
-from blockhf.curvature.joins import join
-from blockhf.curvature.rewrites import dependent_on, hoist
-from blockhf.curvature.traced import Trace
+from blockhf.compile import batch_small_matmuls as room
+from blockhf.compile.batch_small_matmuls import batch_small_matmuls
+from blockhf.curvature.rewrites import hoist
+from blockhf.curvature.trace import Trace
+from blockhf.fx_graphs import dependent_on
 
 aten = torch.ops.aten
 STEPS, SAMPLES, FEATURES, CELLS = 7, 50, 2, 3
@@ -71,7 +72,7 @@ def traced_product(
         return outputs, F.cross_entropy(outputs, batch[1])
 
     if not joined:
-        monkeypatch.setattr(traced, "join", lambda graph, num_fixed: None)
+        monkeypatch.setattr(room, "batch_small_matmuls", lambda graph, num_fixed: None)
     block = Block("all", tuple(model.parameters()))
     trace = Trace(GaussNewton(), objective, batch, [block], model.modules())
     residuals, _ = trace.residuals(block.params, batch)
@@ -114,7 +115,7 @@ def test_only_what_depends_on_the_vector_is_left_in_the_product(monkeypatch: pyt
 def rewritten(function: Callable[..., Any], num_fixed: int, *arguments: Tensor) -> fx.Graph:
     """The graph of a linear function, joined; what that computes is checked against the function itself."""
     module = make_fx(function, tracing_mode="fake")(*arguments)
-    join(module.graph, num_fixed)
+    batch_small_matmuls(module.graph, num_fixed)
     module.recompile()
     for one, other in zip(module(*arguments), function(*arguments), strict=True):
         torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
@@ -239,3 +240,16 @@ def test_two_draws_for_the_same_tensor_stay_two(monkeypatch: pytest.MonkeyPatch)
     trace = Trace(GaussNewton(), objective, inputs, [block], model.modules())
     _, loss = trace.residuals(block.params, inputs)
     assert loss > 0
+
+
+@pytest.mark.parametrize("network", [SamplesLast, SamplesFirst])
+def test_no_node_is_moved_to_where_it_is(network: type[nn.Module], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Some versions of torch warn of that."""
+    append = fx.Node.append
+
+    def checked(self: fx.Node, other: fx.Node) -> None:
+        assert self.next is not other
+        append(self, other)
+
+    monkeypatch.setattr(fx.Node, "append", checked)
+    traced_product(network, monkeypatch)

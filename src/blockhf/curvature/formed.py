@@ -10,7 +10,6 @@ network. The matrix is checked against a product by double backward before it is
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
@@ -19,15 +18,13 @@ from torch import Tensor
 from torch.func import functional_call, grad, vmap
 
 from blockhf.blocks import Block
+from blockhf.curvature.double_backward import DoubleBackward
 from blockhf.curvature.gauss_newton import GaussNewton
-from blockhf.curvature.graph import DoubleBackward
+from blockhf.curvature.host import Host
 from blockhf.curvature.products import Curvature, Noted, disagreement
-from blockhf.curvature.rewrites import TracingError
-from blockhf.curvature.rowwise import UnknownUse, row_gradients
-from blockhf.curvature.traced import Host
+from blockhf.fx_graphs import TracingError
 from blockhf.objective import (
     Evaluation,
-    IsolatedBuffers,
     Part,
     Problem,
     check_outputs,
@@ -56,10 +53,9 @@ class Formed:
     def __init__(self, *, memory_budget: int = 2**26, max_size: int = 4096) -> None:
         self.memory_budget, self.max_size = memory_budget, max_size
         self._checked: set[Any] = set()
-        self._outer: dict[Any, bool] = {}  # whether there are rules for outer products
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_checked": set(), "_outer": {}}
+        return {**self.__dict__, "_checked": set()}
 
     def linearize(
         self, curvature: Curvature, problem: Problem, num_products: Sequence[int] = ()
@@ -91,22 +87,18 @@ class Formed:
 
     def _add(self, problem: Problem, part: Part, blocks: Sequence[Block], totals: Sequence[Tensor]) -> None:
         evaluation = problem.linearizable(part)
-        is_new = (modes := _modes(problem)) not in self._outer
-        if is_new:  # it walks through the whole graph
+        if _modes(problem) not in self._checked:  # it walks through the whole graph
             check_outputs(evaluation)
         hessians = _output_hessians(evaluation)
         num_outputs = hessians.shape[-1]
         jacobian = _Jacobian(problem, part, blocks, num_outputs)
         bytes_per_sample = 3 * num_outputs * sum(block.size for block in blocks) * hessians.element_size()
         chunk = max(1, self.memory_budget // bytes_per_sample)
-        if is_new:
-            with problem.meter.once():
-                self._outer[modes] = jacobian.has_rules(min(chunk, len(hessians)))
         with problem.meter.counting("forming", part.shapes, tuple((b.name, b.size) for b in blocks)):
             for start in range(0, len(hessians), chunk):
                 stop = min(start + chunk, len(hessians))
                 own = hessians[start:stop] * part.weight
-                rows_of_blocks = jacobian.rows(start, stop, outer=self._outer[modes])
+                rows_of_blocks = jacobian.rows(start, stop)
                 for total, rows in zip(totals, rows_of_blocks, strict=True):
                     curved = own @ rows.view(stop - start, num_outputs, -1)
                     total.addmm_(rows.T, curved.flatten(0, 1))
@@ -192,22 +184,8 @@ class _Jacobian:
         except TracingError as error:
             raise FormingError(str(error)) from error
 
-    def has_rules(self, num_samples: int) -> bool:
-        """Whether outer products do it, tried on the first samples."""
-        try:
-            self._by_outer_products(*self._repeated(0, num_samples))
-        except UnknownUse:
-            return False
-        return True
-
-    def rows(self, start: int, stop: int, *, outer: bool) -> list[Tensor]:
-        repeated = self._repeated(start, stop)
-        found: Sequence[Tensor] = ()
-        if outer:
-            # In a chunk of another length a row may not be told from something else that is as long.
-            with contextlib.suppress(UnknownUse):
-                found = self._by_outer_products(*repeated)
-        gradients = iter(found or self._batched(*repeated))
+    def rows(self, start: int, stop: int) -> list[Tensor]:
+        gradients = iter(self._gradients(*self._repeated(start, stop)))
         return [
             torch.cat([next(gradients).detach().flatten(1) for _ in block.params], dim=1)
             for block in self.blocks
@@ -226,18 +204,7 @@ class _Jacobian:
         directions = torch.eye(self.num_outputs, dtype=like.dtype, device=like.device)
         return inputs, directions.repeat(stop - start, 1)
 
-    def _by_outer_products(self, inputs: Sequence[Tensor], directions: Tensor) -> list[Tensor]:
-        with twice_differentiable(), IsolatedBuffers():
-            outputs, _ = self.problem.objective(rebuild(self.part.batch, inputs))
-        tensors = [tensor for tensor in tensors_of(outputs) if tensor.requires_grad]
-        sizes = [tensor[0].numel() for tensor in tensors]
-        if sum(sizes) != self.num_outputs:
-            raise UnknownUse("outputs that need no gradient")
-        pieces = torch.split(directions, sizes, dim=1)
-        cotangents = [piece.reshape(tensor.shape) for piece, tensor in zip(pieces, tensors, strict=True)]
-        return row_gradients(tensors, cotangents, self.params, self.num_outputs)
-
-    def _batched(self, inputs: Sequence[Tensor], directions: Tensor) -> Sequence[Tensor]:
+    def _gradients(self, inputs: Sequence[Tensor], directions: Tensor) -> Sequence[Tensor]:
         along = vmap(
             grad(self._output_along), in_dims=(None, [0 if own else None for own in self.sampled], 0)
         )

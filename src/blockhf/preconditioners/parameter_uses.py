@@ -11,6 +11,9 @@ from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 from torch.nn import functional as F
 
+from blockhf import _torch
+from blockhf._torch import parameter_of, saved, saves
+
 _CHUNK = 2**24
 """Entries of the patches of a convolution that are in memory at a time."""
 
@@ -37,12 +40,12 @@ class Use:
         if self.kind == "convolution":
             yield from self._patches(gradient)
         else:
-            inputs = getattr(self.node, _SAVED[self.node.name(), self.kind])
+            inputs = saved(self.node, _INPUTS[self.node.name(), self.kind])
             yield (inputs.T, gradient.T) if self.kind == "left" else (inputs, gradient)
 
     def _patches(self, gradient: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-        node, weight = self.node, self.node._saved_weight
-        inputs, options = node._saved_input, [node._saved_dilation, node._saved_padding, node._saved_stride]
+        weight, inputs = saved(self.node, "weight"), saved(self.node, "input")
+        options = [saved(self.node, name) for name in ("dilation", "padding", "stride")]
         kernel = list(weight.shape[2:])
         if len(kernel) == 1:  # as a picture of one line
             inputs, kernel, gradient = inputs.unsqueeze(2), [1, *kernel], gradient.unsqueeze(2)
@@ -54,25 +57,32 @@ class Use:
             yield patches, own.flatten(2).transpose(1, 2).flatten(0, 1)
 
 
-_SAVED = {
-    ("AddmmBackward0", "right"): "_saved_mat1",
-    ("AddmmBackward0", "left"): "_saved_mat2",
-    ("MmBackward0", "right"): "_saved_self",
-    ("MmBackward0", "left"): "_saved_mat2",
+_INPUTS = {
+    (_torch.ADDED_MATRIX_PRODUCT, "right"): "mat1",
+    (_torch.ADDED_MATRIX_PRODUCT, "left"): "mat2",
+    (_torch.MATRIX_PRODUCT, "right"): "self",
+    (_torch.MATRIX_PRODUCT, "left"): "mat2",
 }
+_NEEDED = {
+    _torch.EMBEDDING: ("indices", "weight_sym_argsize_0"),
+    _torch.CONVOLUTION: ("input", "weight", "dilation", "padding", "stride", "groups", "transposed"),
+    _torch.ADDED_MATRIX_PRODUCT: ("mat1", "mat2", "alpha", "beta"),
+    _torch.MATRIX_PRODUCT: ("self", "mat2"),
+}
+"""What must be kept of an operation for a use of a parameter to be of use here."""
 
 
 def find_uses(outputs: Sequence[Tensor], params: Iterable[Tensor]) -> dict[Tensor, list[Use]]:
     """Where matrices are multiplied with something, in the graph behind the outputs."""
     params = set(params)
     uses: dict[Tensor, list[Use]] = {}
-    for node in nodes_behind(outputs):
-        if (found := use_of(node)) is not None and found[0] in params:
+    for node in _nodes_behind(outputs):
+        if (found := _use_of(node)) is not None and found[0] in params:
             uses.setdefault(found[0], []).append(found[1])
     return uses
 
 
-def nodes_behind(outputs: Sequence[Tensor]) -> Iterator[Any]:
+def _nodes_behind(outputs: Sequence[Tensor]) -> Iterator[Any]:
     """The nodes of the graph behind some tensors, each once."""
     seen: set[Any] = set()
     todo: list[Any] = [get_gradient_edge(output).node for output in outputs]
@@ -84,48 +94,51 @@ def nodes_behind(outputs: Sequence[Tensor]) -> Iterator[Any]:
             todo += [following for following, _ in node.next_functions]
 
 
-def use_of(node: Any) -> tuple[Tensor, Use] | None:
+def _use_of(node: Any) -> tuple[Tensor, Use] | None:
+    """The parameter that an operation multiplies with something, if there is a rule for it."""
     name, sources = node.name(), [source for source, _ in node.next_functions]
-    if name == "EmbeddingBackward0" and (leaf := leaf_of(sources[0])) and not leaf[1]:
-        return leaf[0], Use(node, "embedding", flipped=True)
-    if name == "ConvolutionBackward0" and (leaf := leaf_of(sources[1])) and not leaf[1]:
-        plain = node._saved_groups == 1 and not node._saved_transposed and leaf[0].dim() in (3, 4)
-        return (leaf[0], Use(node, "convolution", bias=bias_of(sources[2]))) if plain else None
-    if name in ("AddmmBackward0", "MmBackward0"):
-        bias = None
-        if name == "AddmmBackward0":
-            if node._saved_alpha != 1 or node._saved_beta != 1:
-                return None
-            bias = bias_of(sources.pop(0))
-        left, right = map(leaf_of, sources)
-        if (left is None) == (right is None):
+    if name not in _NEEDED or not saves(node, *_NEEDED[name]):
+        return None
+    if name == _torch.EMBEDDING:
+        leaf = _leaf_of(sources[0])
+        return None if leaf is None or leaf[1] else (leaf[0], Use(node, "embedding", flipped=True))
+    if name == _torch.CONVOLUTION:
+        leaf = _leaf_of(sources[1])
+        if leaf is None or leaf[1]:
             return None
-        if right is not None:  # a Wᵀ, or a W with the inputs along its rows
-            return right[0], Use(node, "right", flipped=not right[1], bias=bias)
-        assert left is not None
-        return left[0], Use(node, "left", flipped=left[1], bias=bias)
-    return None
+        plain = saved(node, "groups") == 1 and not saved(node, "transposed") and leaf[0].dim() in (3, 4)
+        return (leaf[0], Use(node, "convolution", bias=_bias_of(sources[2]))) if plain else None
+    bias = None
+    if name == _torch.ADDED_MATRIX_PRODUCT:
+        if saved(node, "alpha") != 1 or saved(node, "beta") != 1:
+            return None
+        bias = _bias_of(sources.pop(0))
+    left, right = map(_leaf_of, sources)
+    if (left is None) == (right is None):
+        return None
+    if right is not None:  # a Wᵀ, or a W with the inputs along its rows
+        return right[0], Use(node, "right", flipped=not right[1], bias=bias)
+    assert left is not None
+    return left[0], Use(node, "left", flipped=left[1], bias=bias)
 
 
-def leaf_of(node: Any) -> tuple[Tensor, bool] | None:
+def _leaf_of(node: Any) -> tuple[Tensor, bool] | None:
     """The parameter that a node of the graph stands for, and whether it is transposed there."""
     transposed = False
     while node is not None:
+        if (param := parameter_of(node)) is not None:
+            return param, transposed
         name = node.name()
-        if name == "torch::autograd::AccumulateGrad":
-            return node.variable, transposed
-        swaps = name == "PermuteBackward0" and [dim % 2 for dim in node._saved_dims] == [1, 0]  # .T
-        if name not in ("TBackward0", "TransposeBackward0") and not swaps:
+        swaps = name == _torch.PERMUTATION and saves(node, "dims")
+        swaps = swaps and [dim % 2 for dim in saved(node, "dims")] == [1, 0]  # .T
+        if name not in _torch.TRANSPOSES and not swaps:
             return None
         transposed = not transposed
         node = node.next_functions[0][0]
     return None
 
 
-def bias_of(node: Any) -> Tensor | None:
-    while node is not None and node.name() in ("UnsqueezeBackward0", "ExpandBackward0", "ViewBackward0"):
+def _bias_of(node: Any) -> Tensor | None:
+    while node is not None and node.name() in _torch.SPREADING_VIEWS:
         node = node.next_functions[0][0]
-    if node is None or node.name() != "torch::autograd::AccumulateGrad":
-        return None
-    variable: Tensor = node.variable
-    return variable
+    return parameter_of(node)

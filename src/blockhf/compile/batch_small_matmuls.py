@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from blockhf.curvature.rewrites import alike, dependent_on
+from blockhf.fx_graphs import alike, dependent_on
 
 _aten = torch.ops.aten
 
@@ -28,8 +28,8 @@ _SMALL = 1 / 4
 """What may be copied or computed besides, as a share of what need not be read or written again."""
 
 
-def join(graph: fx.Graph, num_fixed: int) -> None:
-    """Join what can be; the first ``num_fixed`` inputs do not depend on the vector."""
+def batch_small_matmuls(graph: fx.Graph, num_fixed: int) -> None:
+    """Rewrite a product's graph in place; its first ``num_fixed`` inputs do not depend on the vector."""
     if any(_is(node, _aten.as_strided) for node in graph.nodes):
         return  # which relies on how memory is laid out
     inputs = [node for node in graph.nodes if node.op == "placeholder"]
@@ -48,7 +48,8 @@ def join(graph: fx.Graph, num_fixed: int) -> None:
         place = inputs[-1]
         for node in fixed:
             if node.op != "placeholder":  # so that it comes before whatever it may be joined with
-                place.append(node)
+                if place.next is not node:
+                    place.append(node)
                 place = node
         rule(graph, set(fixed))
         graph.eliminate_dead_code()
@@ -326,7 +327,8 @@ def _flat(graph: fx.Graph, stack: fx.Node, dim: int) -> fx.Node:
     sizes = [first, second * third] if dim == 1 else [first * second, third]
     for user in stack.users:
         if _is(user, _aten.view) and user.args[1] == sizes:
-            stack.append(user)  # so that it comes before whatever reads it
+            if stack.next is not user:
+                stack.append(user)  # so that it comes before whatever reads it
             return user
     return _call(graph, _aten.view, stack, sizes)
 

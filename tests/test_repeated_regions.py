@@ -14,10 +14,11 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from blockhf import GaussNewton
 from blockhf.blocks import Block
-from blockhf.curvature import outline as room
-from blockhf.curvature import traced
-from blockhf.curvature.outline import outline
-from blockhf.curvature.traced import Trace
+from blockhf.compile import fused
+from blockhf.compile import repeated_regions as room
+from blockhf.compile.repeated_regions import outline
+from blockhf.curvature import trace
+from blockhf.curvature.trace import Trace
 from blockhf.experiments.lstm import SequenceClassifier
 
 
@@ -107,7 +108,7 @@ class Unrolled:
 
 def test_the_outlined_product_of_an_unrolled_lstm_is_the_product(monkeypatch: pytest.MonkeyPatch) -> None:
     unrolled = Unrolled()
-    monkeypatch.setattr(traced, "_InPlace", lambda product: product)  # as for compiling
+    monkeypatch.setattr(trace, "_InPlace", lambda product: product)  # as for compiling
     product = unrolled.trace.product(0, 0)
     kinds: list[fx.GraphModule] = []
 
@@ -125,13 +126,14 @@ def test_the_outlined_product_of_an_unrolled_lstm_is_the_product(monkeypatch: py
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's own, while it compiles
 def test_the_compiled_product_of_an_unrolled_lstm_is_the_product(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(traced, "_LONG", 100)
+    monkeypatch.setattr(fused, "_LONG", 100)
     unrolled = Unrolled()
     expected = unrolled(unrolled.trace.product(0, 0))
     unrolled.trace._products.clear()
     unrolled.trace.compile = True
     compiled = unrolled.trace.product(0, 0)
-    pieces = [module for module in compiled.function.modules() if isinstance(module, traced._Fused)]  # type: ignore[attr-defined]
+    assert compiled.compiled is not None
+    pieces = [module for module in compiled.compiled.function.modules() if isinstance(module, fused.Fused)]
     assert pieces
     assert not any(piece.is_checked for piece in pieces)
     for _ in range(3):
@@ -141,7 +143,7 @@ def test_the_compiled_product_of_an_unrolled_lstm_is_the_product(monkeypatch: py
 
 def test_a_piece_that_gets_inputs_of_another_layout_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch._inductor, "compile", lambda module, *_: module)
-    piece = traced._Fused(make_fx(lambda x: x + 1)(torch.zeros(2, 3)))
+    piece = fused.Fused(make_fx(lambda x: x + 1)(torch.zeros(2, 3)))
     piece(torch.ones(2, 3))
     with pytest.raises(RuntimeError, match="another layout"):
         piece(torch.ones(3, 2).t())
