@@ -18,7 +18,7 @@ from blockhf.curvature import outline as room
 from blockhf.curvature import traced
 from blockhf.curvature.outline import outline
 from blockhf.curvature.traced import Trace
-from blockhf.experiments.lstm import SequenceClassifier
+from blockhf_lab.lstm import SequenceClassifier
 
 
 @pytest.fixture(autouse=True)

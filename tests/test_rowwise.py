@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from blockhf.curvature.rowwise import UnknownUse, row_gradients
-from blockhf.experiments.lstm import SequenceClassifier
+from blockhf_lab.lstm import SequenceClassifier
 
 NUM_EQUAL, NUM_SAMPLES = 3, 4
 
