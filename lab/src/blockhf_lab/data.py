@@ -1,4 +1,4 @@
-"""The handwritten digits that the package carries, all of MNIST, CIFAR-10, and strict readers of them.
+"""The handwritten digits that the lab carries, all of MNIST, CIFAR-10, and strict readers of them.
 
 The carried digits are a part of MNIST (LeCun & Cortes): the first 6,000 pictures of the training set and the
 first 1,000 of the test set, in the order of the originals. ``digits/README.md`` tells where they come from.

@@ -2,7 +2,7 @@
 
 Each comes in four sizes. ``paper`` is the paper's own. ``long`` has the paper's networks and data for runs of
 hours: fewer samples are evaluated, and the CNN is laid out and compiled for speed. ``cpu`` has the full data
-and about ten minutes a run on two cores. ``quick`` takes the digits that the package carries and a small
+and about ten minutes a run on two cores. ``quick`` takes the digits that the lab carries and a small
 network, shows that all works in a few minutes, and says nothing about optimizers.
 """
 
