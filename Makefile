@@ -50,18 +50,21 @@ bench: $(DEMO)
 	$(BIN)/blockhf bench mesh
 
 clean:
-	rm -rf $(VENV) build dist site .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) build dist lab/build lab/dist site .pytest_cache .mypy_cache .ruff_cache
 
 $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)
 
-$(DEMO): $(VENV)/bin/python pyproject.toml constraints.txt
-	$(BIN)/python -m pip install --quiet -c constraints.txt -e ".[experiments]"
+# Library and lab in one call of pip: the lab then takes the library from here.
+PROJECTS := pyproject.toml lab/pyproject.toml constraints.txt
+
+$(DEMO): $(VENV)/bin/python $(PROJECTS)
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e . -e lab
 	touch $@
 
-# The development extras hold those of the demo.
-$(DEV): $(VENV)/bin/python pyproject.toml constraints.txt
-	$(BIN)/python -m pip install --quiet -c constraints.txt -e ".[dev]"
+# This installs what the demo needs too.
+$(DEV): $(VENV)/bin/python $(PROJECTS)
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e ".[dev]" -e "lab[peers,tensorboard]"
 	touch $@ $(DEMO)
 
 $(DOCS): $(VENV)/bin/python pyproject.toml constraints.txt

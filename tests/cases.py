@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 from blockhf import blocks
 from blockhf.blocks import Block, Group
-from blockhf.experiments.lstm import SequenceClassifier
+from blockhf_lab.lstm import SequenceClassifier
 
 NUM_SAMPLES = 5
 NUM_STEPS = 3  # of sequences

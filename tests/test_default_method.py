@@ -215,7 +215,7 @@ def test_held_out_samples_are_neither_in_the_gradient_nor_in_the_curvature() -> 
 def test_the_same_defaults_diverge_on_none_of_the_tasks(
     name: str, is_told: bool, seed: int, request: pytest.FixtureRequest
 ) -> None:
-    from blockhf.experiments import runs, tasks
+    from blockhf_lab import runs, tasks
 
     if name == "cnn" and is_told:
         reason = "with 375 samples a step may raise the test loss by a quarter; later ones bring it back"

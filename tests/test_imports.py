@@ -24,8 +24,6 @@ FLOORS = [
     {"distributed"},
     {"optimizer"},
     {"__init__"},
-    {"experiments"},
-    {"cli"},
     {"__main__"},
 ]
 FLOOR = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
@@ -43,10 +41,7 @@ def room_of(file: Path) -> str:
     return file.relative_to(SOURCE).parts[0].removesuffix(".py")
 
 
-LIBRARY = [file for file in FILES if FLOOR.get(room_of(file), 0) < FLOOR["experiments"]]
-
 each_file = pytest.mark.parametrize("file", FILES, ids=label)
-each_library_file = pytest.mark.parametrize("file", LIBRARY, ids=label)
 
 
 def imported(file: Path) -> Iterator[tuple[str, list[str]]]:
@@ -74,7 +69,7 @@ def rooms_used(file: Path) -> set[str]:
 
 
 def test_the_files_are_found() -> None:
-    assert {"blocks", "curvature", "solvers", "search", "optimizer"} <= {room_of(file) for file in LIBRARY}
+    assert {"blocks", "curvature", "solvers", "search", "optimizer"} <= {room_of(file) for file in FILES}
     assert rooms_used(SOURCE / "search.py") == {"objective", "operators", "solvers"}
 
 
@@ -87,10 +82,15 @@ def test_imports_point_one_way(file: Path) -> None:
         assert below or (room, used) in ON_ONE_FLOOR, f"{label(file)} must not import {used}."
 
 
-@each_library_file
+@each_file
 def test_the_library_needs_nothing_but_torch(file: Path) -> None:
     needed = {module.split(".")[0] for module, _ in imported(file)}
     assert needed <= {"torch", "blockhf", *sys.stdlib_module_names}
+
+
+@each_file
+def test_the_library_knows_nothing_of_the_lab(file: Path) -> None:
+    assert "blockhf_lab" not in file.read_text(), f"{label(file)} must not import the lab, nor by its name."
 
 
 def test_the_solver_has_never_heard_of_networks() -> None:
@@ -108,7 +108,7 @@ def test_operators_know_no_autograd() -> None:
     assert not names & {"autograd", "func", "grad", "backward", "requires_grad", "enable_grad", "no_grad"}
 
 
-@each_library_file
+@pytest.mark.parametrize("file", [file for file in FILES if room_of(file) != "__main__"], ids=label)
 def test_the_library_never_prints(file: Path) -> None:
     calls = [
         node.func.id

@@ -19,7 +19,7 @@ from blockhf.compile import repeated_regions as room
 from blockhf.compile.repeated_regions import outline
 from blockhf.curvature import trace
 from blockhf.curvature.trace import Trace
-from blockhf.experiments.lstm import SequenceClassifier
+from blockhf_lab.lstm import SequenceClassifier
 
 
 @pytest.fixture(autouse=True)

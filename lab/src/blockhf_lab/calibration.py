@@ -1,0 +1,138 @@
+"""What a network's samples cost and how fast this machine is at them: the measured half of ``plan``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from blockhf import DoubleBackward, GaussNewton, Traced, blocks
+from blockhf.blocks import Group
+from blockhf.curvature import Products
+from blockhf.flops import Meter
+from blockhf.objective import tensors_of
+from blockhf.operators import BlockMatrix
+from blockhf.solvers import conjugate_gradient
+from blockhf_lab import bench, plan
+from blockhf_lab.optimizers import PARTITIONS
+from blockhf_lab.peers import Network
+
+_CG_STEPS = 10
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A network and how the paper would update it: gradient batch, curvature batch, CG iterations."""
+
+    network: str
+    gradient_batch: int
+    curvature_batch: int
+    cg_steps: int
+
+
+TASKS = {
+    "autoencoder": Setting("autoencoder", 6000, 1200, 30),
+    "lstm": Setting("lstm", 6000, 1200, 100),
+    "cnn": Setting("residual", 2048, 256, 30),
+    "transformer": Setting("transformer", 256, 32, 30),
+}
+"""What ``blockhf plan`` knows by name."""
+
+
+def partition(case: Network, text: str) -> Sequence[Group]:
+    """Blocks by a word, ``single``, ``module`` or ``layer``, or a number of them; else the network's own."""
+    if not text:
+        return case.groups
+    if text in PARTITIONS:
+        return PARTITIONS[text](case.model)
+    if text.isdecimal():
+        return blocks.by_size(case.model, int(text))
+    raise ValueError(f"blocks is {text!r}, but must be a number or one of {', '.join(PARTITIONS)}.")
+
+
+def describe(case: Network, groups: Sequence[Group], repetitions: int = 0) -> tuple[plan.Model, plan.Machine]:
+    """Count what the case's samples cost and, unless there are no repetitions, measure this machine at it.
+
+    Products are matrix-free: those of small blocks may be cheaper in a run, as they are formed.
+
+    Returns:
+        The model, and the machine, with speeds of one multiplication a second where none was measured.
+    """
+    samples = len(case.batch[0])
+    problem = case.problem(groups)
+    products: Products = DoubleBackward() if case.is_long else Traced()
+    matrix = products.linearize(GaussNewton(), problem, [100] * len(problem.blocks))
+    vectors = [torch.randn(block.size) for block in problem.blocks]
+
+    def flops_of(index: int) -> int:
+        before = problem.meter.totals.get("product", 0)
+        matrix.product(index, index, vectors[index])
+        return problem.meter.totals["product"] - before
+
+    costs = [flops_of(index) / 2 / samples for index in range(len(vectors))]
+    forward, activations = _forward(case)
+    model = plan.Model(
+        name=case.name,
+        blocks=tuple(
+            plan.Part(block.name, block.size, cost) for block, cost in zip(problem.blocks, costs, strict=True)
+        ),
+        forward=forward / samples,
+        gradient=problem.meter.totals["gradient"] / 2 / samples,
+        activations=activations / samples,
+        sample_bytes=sum(tensor[0].numel() * tensor.element_size() for tensor in tensors_of(case.batch)),
+    )
+    if repetitions == 0:
+        return model, plan.Machine(1.0, 1.0, 1.0)
+
+    candidates: dict[str, Callable[[], Any]] = {
+        "gradient": case.gradient,
+        "linearization": partial(products.linearize, GaussNewton(), problem, [100] * len(vectors)),
+        "vectors": _solver(max(vectors, key=len)),
+    }
+    for index, vector in enumerate(vectors):
+        candidates[f"product {index}"] = _product(matrix, index, vector)
+    seconds = bench.best(candidates, repetitions)
+    of_products = sum(seconds[f"product {index}"] for index in range(len(vectors)))
+    numbers = _CG_STEPS * max(map(len, vectors))
+    return model, plan.Machine(
+        gradient=samples * model.gradient / seconds["gradient"],
+        product=samples * sum(costs) / of_products,
+        forward=samples * plan.LINEARIZATION * model.forward / seconds["linearization"],
+        memory=numbers * plan.NUMBER * plan.VECTOR_PASSES / seconds["vectors"],
+    )
+
+
+def _product(matrix: BlockMatrix, index: int, vector: Tensor) -> Callable[[], Any]:
+    return lambda: matrix.product(index, index, vector)
+
+
+def _solver(vector: Tensor) -> Callable[[], Any]:
+    """CG on vectors alone: a diagonal matrix in place of the product, and its sum with the damping."""
+    diagonal = 1.0 + vector.square()
+
+    class Diagonal:
+        def __matmul__(self, other: Tensor) -> Tensor:
+            return diagonal * other
+
+    return lambda: conjugate_gradient(Diagonal(), vector, max_steps=_CG_STEPS)
+
+
+def _forward(case: Network) -> tuple[float, int]:
+    """Multiplications of a forward pass over the batch, and the numbers it keeps for the way back."""
+    own = {param.data_ptr() for param in case.params}
+    kept: dict[int, int] = {}
+
+    def keep(tensor: Tensor) -> Tensor:
+        if not isinstance(tensor, nn.Parameter) and tensor.data_ptr() not in own:
+            kept[tensor.data_ptr()] = tensor.numel()
+        return tensor
+
+    meter = Meter()
+    with meter.counting("forward"), torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        result = case.objective(case.batch)
+    del result
+    return meter.total / 2, sum(kept.values())
