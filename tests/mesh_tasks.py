@@ -15,21 +15,19 @@ from torch.nn import functional as F
 import blockhf
 from blockhf import (
     AllSamples,
-    BestIterate,
     BlockHF,
     Diagonal,
     DoubleBackward,
     EmpiricalFisher,
     Formed,
-    Hutchinson,
     Identity,
-    Nystrom,
-    SignedGradients,
     Subspace,
     Traced,
     blocks,
 )
-from blockhf.distributed import Ownership, share_out
+from blockhf.batches import share_out
+from blockhf.meshes import Distributed
+from blockhf.plan import curvature_samples
 
 NUM_SAMPLES, NUM_CURVED, NUM_STEPS = 144, 24, 5
 Batch = tuple[Tensor, Tensor]
@@ -54,17 +52,12 @@ METHODS: dict[str, Callable[..., BlockHF]] = {
     "no held-out samples": lambda groups, **options: default(
         groups, search=Subspace(held_out=0), preconditioner=Identity(), **options
     ),
-    "best iterate": lambda groups, **options: paper(groups, search=BestIterate(), **options),
     "formed": lambda groups, **options: default(groups, products=Formed(), **options),
     "traced": lambda groups, **options: default(groups, products=Traced(), **options),
     "double backward": lambda groups, **options: default(groups, products=DoubleBackward(), **options),
-    "signed": lambda groups, **options: default(
-        groups, preconditioner=Diagonal(SignedGradients(), exponent=0.75), **options
+    "diagonal": lambda groups, **options: default(
+        groups, preconditioner=Diagonal(exponent=0.75, num_draws=2), **options
     ),
-    "hutchinson": lambda groups, **options: default(
-        groups, preconditioner=Diagonal(Hutchinson(3)), **options
-    ),
-    "nystrom": lambda groups, **options: default(groups, preconditioner=Nystrom(4), **options),
     "micro-batches": lambda groups, **options: default(
         groups, **{"preconditioner": Identity(), "micro_batch_size": 5, **options}
     ),
@@ -105,15 +98,15 @@ def act(
     optimizer: BlockHF, model: nn.Module, objective: Any, batch: Batch, num_steps: int = NUM_STEPS
 ) -> dict[str, Any]:
     """Gradient and directions at the start, then some steps."""
-    with optimizer._problem(objective, batch, None, searches=False) as problem:
-        loss, gradient = problem.differentiate()
+    update = optimizer._begin(objective, batch, None, searches=False)
+    update.differentiate()
     optimizer.direction(objective, batch)
     directions = flat([param.grad for param in model.parameters() if param.grad is not None])
     losses = [float(optimizer.step(objective, batch)) for _ in range(num_steps)]
     assert optimizer.report is not None
     return {
-        "loss": float(loss),
-        "gradient": torch.cat(gradient),
+        "loss": float(update.loss),
+        "gradient": torch.cat(list(update.gradient)),
         "directions": directions,
         "losses": losses,
         "parameters": flat(list(model.parameters())),
@@ -121,8 +114,12 @@ def act(
         "work": dict(optimizer.report.work),
         "step": optimizer.report.step,
         "cg": [block.num_steps for block in optimizer.report.blocks],
-        "loads": list(optimizer.report.loads),
     }
+
+
+def several(*tasks: tuple[str, *tuple[Any, ...]]) -> list[Any]:
+    """Functions of this module and their arguments, one after the other: processes are slow to start."""
+    return [globals()[name](*args) for name, *args in tasks]
 
 
 def on_mesh(shape: tuple[int, int], names: Sequence[str], uneven: bool) -> dict[str, Any]:
@@ -146,8 +143,6 @@ def on_mesh(shape: tuple[int, int], names: Sequence[str], uneven: bool) -> dict[
             for group in optimizer.param_groups
             if any("direction" in optimizer.state[param] for param in group["params"])
         )
-    dist.barrier()
-    dist.destroy_process_group()
     return found
 
 
@@ -157,12 +152,10 @@ def in_one_process(shape: tuple[int, int], name: str, uneven: bool) -> dict[str,
     optimizer = METHODS[name](blocks.by_layer(model))
     num_blocks, num_data = shape
     sizes = shards(num_blocks * num_data, uneven)
-    held = 0
-    if hasattr(optimizer.search, "num_held_out"):
-        held = optimizer.search.num_held_out(NUM_SAMPLES, NUM_SAMPLES)
+    held = optimizer.search.num_held_out(NUM_SAMPLES, NUM_SAMPLES)
     held_out = share_out(held, sizes)
     curved = share_out(
-        optimizer._num_curvature_samples(NUM_SAMPLES - held),
+        curvature_samples(optimizer.curvature_batch_size, NUM_SAMPLES - held, 50),
         [size - number for size, number in zip(sizes, held_out, strict=True)],
     )
     starts = [sum(sizes[:rank]) for rank in range(len(sizes))]
@@ -187,41 +180,10 @@ def in_one_process(shape: tuple[int, int], name: str, uneven: bool) -> dict[str,
     return act(optimizer, model, objective_for(optimizer.reduction), arranged)
 
 
-class Flips(Ownership):
-    """All blocks change hands at every step."""
-
-    def __init__(self, optimizer: BlockHF) -> None:
-        assert optimizer._crew is not None
-        super().__init__(2)
-        self.owners = dict(optimizer._crew.ownership.owners)
-
-    def is_due(self, sizes: Any, measured: Any) -> bool:
-        return True
-
-    def move(self) -> None:
-        self.owners = {name: 1 - owner for name, owner in self.owners.items()}
-
-
 def compiled() -> Any:
     """The default with compiled products, on two ranks."""
     METHODS["compiled"] = lambda groups, **options: default(groups, products=Traced(compile=True), **options)
     return on_mesh((2, 1), ["compiled"], False)
-
-
-def on_the_move() -> dict[str, Any]:
-    """Two ranks that change places at every step."""
-    mesh = blockhf.mesh(2, 1)
-    rank = dist.get_rank()
-    found = {}
-    for name in ("default", "paper", "nystrom", "signed"):
-        model, objective_for, batch = make()
-        optimizer = METHODS[name](blocks.by_layer(model), mesh=mesh)
-        assert optimizer._crew is not None
-        optimizer._crew.ownership = Flips(optimizer)
-        half = NUM_SAMPLES // 2
-        own = tuple(tensor[rank * half : (rank + 1) * half] for tensor in batch)
-        found[name] = act(optimizer, model, objective_for("mean"), own)
-    return found
 
 
 def frozen_and_given() -> dict[str, Any]:
@@ -264,17 +226,66 @@ def states(folder: str) -> dict[str, Any]:
         for group in optimizer.param_groups
         if all("direction" in optimizer.state[param] for param in group["params"])
     ]
-    factored = sorted({key.split("/")[0] for key in optimizer.preconditioner.state_dict()["factors"]})
+    factored = sorted(optimizer.policy_state["preconditioner"].blocks)
     state = optimizer.state_dict()
     saved = {"model": {k: v.clone() for k, v in model.state_dict().items()}, "optimizer": state}
     dcp.save(saved, checkpoint_id=folder)
     for _ in range(2):
         optimizer.step(objective_for("mean"), own)
+    again = default(blocks.by_layer(model), mesh=mesh, warm_start=0.5)
+    again.load_state_dict(state)
     return {
+        "folder": folder,
         "kept": kept,
         "factored": factored,
         "saved": saved,
         "parameters": flat(list(model.parameters())),
+        "loaded": sorted(again.policy_state["preconditioner"].blocks),
+        "continued": _continued(again, model, saved["model"], objective_for("mean"), own),
+    }
+
+
+def _continued(optimizer: BlockHF, model: nn.Module, start: Any, objective: Any, batch: Any) -> Tensor:
+    model.load_state_dict(start)
+    for _ in range(2):
+        optimizer.step(objective, batch)
+    return flat(list(model.parameters()))
+
+
+def added() -> dict[int, Any]:
+    """A block that comes later, with none, one or both of the others frozen; rank 0's parameters count."""
+    mesh = blockhf.mesh(2, 1)
+    rank = dist.get_rank()
+    half = NUM_SAMPLES // 2
+    found = {}
+    for num_frozen in range(3):
+        model, objective_for, batch = make()
+        with torch.no_grad():
+            for param in model.parameters():
+                param.add_(rank)
+        own = tuple(tensor[rank * half : (rank + 1) * half] for tensor in batch)
+        found[num_frozen] = grow(model, num_frozen, objective_for("mean"), own, mesh=mesh)
+    return found
+
+
+def grow(model: nn.Module, num_frozen: int, objective: Any, batch: Any, **options: Any) -> dict[str, Any]:
+    *early, late = blocks.by_layer(model)
+    optimizer = paper(early, **options)
+    optimizer.step(objective, batch)
+    frozen = [param for group in early[:num_frozen] for _, param in group["params"]]
+    for param in frozen:
+        param.requires_grad_(False)
+    optimizer.add_param_group(late)
+    for _ in range(2):
+        optimizer.step(objective, batch)
+    for param in frozen:
+        param.requires_grad_(True)
+    optimizer.step(objective, batch)
+    owned = [group["name"] for group in optimizer.param_groups if optimizer.mesh.owns(group["name"])]
+    return {
+        "parameters": flat(list(model.parameters())),
+        "state": optimizer.state_dict()["state"],
+        "owned": owned,
     }
 
 
@@ -302,14 +313,13 @@ def differences() -> dict[str, str]:
     attempt("shape", lambda: paper(blocks.by_layer(nn.Linear(3 + rank, 2)), mesh=mesh))
     kind = torch.float64 if rank else torch.float32
     attempt("dtype", lambda: paper(blocks.by_layer(nn.Linear(3, 2).to(kind)), mesh=mesh))
-    attempt("gauss-seidel", lambda: BlockHF(groups(), solver=blockhf.GaussSeidel(), mesh=mesh))
 
     model, objective_for, batch = make()
     optimizer = paper(blocks.by_layer(model), mesh=mesh)
     attempt("no batch", lambda: optimizer.step(lambda: objective_for("mean")(batch)))
     wide = (batch[0].float() if rank else batch[0], batch[1])
     attempt("samples", lambda: optimizer.step(objective_for("mean"), wide))
-    given = {"curvature": batch} if rank else {}
+    given = {"curvature_batch": batch} if rank else {}
     attempt("curvature", lambda: optimizer.step(objective_for("mean"), batch, **given))
     model[0].weight.requires_grad_(rank == 0)
     attempt("frozen", lambda: optimizer.step(objective_for("mean"), batch))
@@ -340,7 +350,7 @@ def killed(where: str, shape: tuple[int, int]) -> None:
     rank = dist.get_rank()
     model, objective_for, batch = make()
     optimizer = paper(blocks.by_layer(model), mesh=mesh, products=DoubleBackward())
-    assert optimizer._crew is not None
+    assert isinstance(optimizer.mesh, Distributed)
     optimizer.step(objective_for("mean"), batch)
 
     def die(*_: Any, **__: Any) -> Any:
@@ -350,10 +360,7 @@ def killed(where: str, shape: tuple[int, int]) -> None:
         if where == "gradient":
             optimizer.step(die, batch)
         elif where == "cg":
-            optimizer.solver = type("Deadly", (), {"solve": die})()
-            optimizer._description = dict  # type: ignore[method-assign]
+            optimizer._solve = die  # type: ignore[method-assign]
         else:
-            optimizer._crew.team.gather_solutions = die  # type: ignore[method-assign]
-    if where == "cg":
-        optimizer._description = dict  # type: ignore[method-assign]
+            optimizer.mesh.exchange = die  # type: ignore[method-assign]
     optimizer.step(objective_for("mean"), batch)

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import gc
 import io
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -147,3 +150,49 @@ def slices(groups: list[dict[str, Any]]) -> list[slice]:
     sizes = [sum(param.numel() for _, param in group["params"]) for group in groups]
     ends = torch.tensor(sizes).cumsum(0).tolist()
     return [slice(end - size, end) for size, end in zip(sizes, ends, strict=True)]
+
+
+class Graphs:
+    """Everything that autograd keeps for backward passes while this is watching, and when it is let go."""
+
+    def __init__(self) -> None:
+        self.live_bytes = self.peak_bytes = self.num_kept = 0
+        self.activations: list[weakref.ref[Tensor]] = []
+
+    class Kept:
+        def __init__(self, tensor: Tensor) -> None:
+            self.tensor = tensor
+
+    def _pack(self, tensor: Tensor) -> Graphs.Kept:
+        # A view of a parameter, such as the transpose of a weight, takes no memory of its own.
+        size = 0 if tensor._base is not None or tensor.is_leaf else tensor.nbytes
+        kept = Graphs.Kept(tensor.detach())  # with its history, it would hold itself
+        self.num_kept += 1
+        self._add(size)
+        weakref.finalize(kept, self._add, -size)
+        return kept
+
+    def _add(self, size: int) -> None:
+        self.live_bytes += size
+        self.peak_bytes = max(self.peak_bytes, self.live_bytes)
+
+    @contextlib.contextmanager
+    def watch(self, model: nn.Module) -> Iterator[Graphs]:
+        """Without the garbage collector: what is gone must be gone at once."""
+        for module in model.modules():
+            module.register_forward_hook(
+                lambda module, args, output: self.activations.append(weakref.ref(output))
+            )
+        gc.collect()
+        gc.disable()
+        try:
+            with torch.autograd.graph.saved_tensors_hooks(self._pack, lambda kept: kept.tensor):
+                yield self
+        finally:
+            gc.enable()
+
+    def assert_gone(self) -> None:
+        assert self.num_kept > 0
+        assert self.activations
+        assert self.live_bytes == 0
+        assert not any(activation() is not None for activation in self.activations)

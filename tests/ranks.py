@@ -51,7 +51,7 @@ def start(num_ranks: int, function: str, folder: Path, *args: Any) -> list[subpr
     return processes
 
 
-def finish(processes: Sequence[subprocess.Popen[bytes]], timeout: float = 300.0) -> list[int]:
+def finish(processes: Sequence[subprocess.Popen[bytes]], timeout: float = 800.0) -> list[int]:
     """Wait for all and return their exit codes; those that are late are killed."""
     end = time.monotonic() + timeout
     codes = []

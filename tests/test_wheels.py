@@ -14,8 +14,11 @@ import pytest
 import blockhf
 import blockhf_lab
 from blockhf_lab.data import SHA256
+from children import PATIENCE, starts_processes
 
 ROOT = Path(__file__).parents[1]
+
+pytestmark = starts_processes
 
 
 def built(project: Path, folder: Path) -> dict[str, str]:
@@ -30,7 +33,7 @@ def built(project: Path, folder: Path) -> dict[str, str]:
     shutil.copytree(project / "src", copy / "src", ignore=shutil.ignore_patterns("*.egg-info"))
     build = "import sys; from setuptools import build_meta; build_meta.build_wheel(sys.argv[1])"
     done = subprocess.run(
-        [sys.executable, "-c", build, str(folder)], cwd=copy, capture_output=True, text=True, timeout=200
+        [sys.executable, "-c", build, str(folder)], cwd=copy, capture_output=True, text=True, timeout=PATIENCE
     )
     assert done.returncode == 0, done.stderr
     (wheel,) = folder.glob("*.whl")

@@ -1,39 +1,60 @@
 """Block-diagonal Hessian-free optimization for PyTorch."""
 
-from blockhf import blocks
+from blockhf import blocks, curvature
+from blockhf.blocks import Block
 from blockhf.curvature import (
     Auto,
+    Curvature,
     DoubleBackward,
     EmpiricalFisher,
     Formed,
     GaussNewton,
     Hessian,
     MonteCarloFisher,
+    Products,
     Traced,
 )
-from blockhf.damping import ByCoefficient, Constant, LevenbergMarquardt
-from blockhf.distributed import mesh
-from blockhf.optimizer import BlockHF
-from blockhf.preconditioners import (
-    CurvatureDraws,
-    Diagonal,
-    Hutchinson,
-    Identity,
-    Kronecker,
-    Nystrom,
-    SignedGradients,
-)
-from blockhf.report import BlockReport, StepReport
-from blockhf.sampling import AllSamples, NoiseScale
-from blockhf.search import Backtracking, BestIterate, FixedStep, Subspace
-from blockhf.solvers import (
+from blockhf.linalg import (
+    BlockOperator,
     Cholesky,
     ConjugateGradient,
-    GaussSeidel,
+    Dense,
+    DenseBlocks,
+    ForwardingOperator,
+    LinearOperator,
     Precondition,
+    Solution,
+    Solver,
     Status,
+    System,
     conjugate_gradient,
 )
+from blockhf.meshes import mesh
+from blockhf.objective import Evaluation
+from blockhf.optimizer import BlockHF
+from blockhf.point import Point
+from blockhf.policies import (
+    AllSamples,
+    Backtracking,
+    ByCoefficient,
+    Choice,
+    Constant,
+    DampingRule,
+    FixedStep,
+    LevenbergMarquardt,
+    NoiseScale,
+    Outcome,
+    Proposal,
+    Sampling,
+    Search,
+    Situation,
+    StepCost,
+    Subspace,
+)
+from blockhf.policy import Policy, PolicyState, State
+from blockhf.preconditioners import Diagonal, Identity, Kronecker, Preconditioner
+from blockhf.report import BlockReport, StepReport
+from blockhf.samples import Samples
 
 __version__ = "0.1.0"
 
@@ -41,36 +62,57 @@ __all__ = [
     "AllSamples",
     "Auto",
     "Backtracking",
-    "BestIterate",
+    "Block",
     "BlockHF",
+    "BlockOperator",
     "BlockReport",
     "ByCoefficient",
+    "Choice",
     "Cholesky",
     "ConjugateGradient",
     "Constant",
-    "CurvatureDraws",
+    "Curvature",
+    "DampingRule",
+    "Dense",
+    "DenseBlocks",
     "Diagonal",
     "DoubleBackward",
     "EmpiricalFisher",
+    "Evaluation",
     "FixedStep",
     "Formed",
+    "ForwardingOperator",
     "GaussNewton",
-    "GaussSeidel",
     "Hessian",
-    "Hutchinson",
     "Identity",
     "Kronecker",
     "LevenbergMarquardt",
+    "LinearOperator",
     "MonteCarloFisher",
     "NoiseScale",
-    "Nystrom",
+    "Outcome",
+    "Point",
+    "Policy",
+    "PolicyState",
     "Precondition",
-    "SignedGradients",
+    "Preconditioner",
+    "Products",
+    "Proposal",
+    "Samples",
+    "Sampling",
+    "Search",
+    "Situation",
+    "Solution",
+    "Solver",
+    "State",
     "Status",
+    "StepCost",
     "StepReport",
     "Subspace",
+    "System",
     "Traced",
     "blocks",
     "conjugate_gradient",
+    "curvature",
     "mesh",
 ]

@@ -7,8 +7,7 @@ functions are left out.
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -107,65 +106,3 @@ class Counter(DispatchMode):  # type: ignore[misc]
         result = func(*args, **(kwargs or {}))
         self.flops += flops_of(func, args, kwargs or {}, result)
         return result
-
-
-class Meter:
-    """Adds up operations. Each kind of work is counted the first time and remembered by its key.
-
-    >>> meter = Meter()
-    >>> for _ in range(3):
-    ...     with meter.counting("product"):
-    ...         _ = torch.ones(2, 3) @ torch.ones(3, 4)
-    >>> meter.total
-    144
-    """
-
-    def __init__(self) -> None:
-        self.totals: dict[str, int] = {}
-        self._known: dict[Hashable, int] = {}
-        self._inside = False
-
-    @property
-    def total(self) -> int:
-        """Of all kinds of work."""
-        return sum(self.totals.values())
-
-    def add(self, kind: str, flops: int) -> None:
-        self.totals[kind] = self.totals.get(kind, 0) + flops
-
-    @contextlib.contextmanager
-    def once(self) -> Iterator[None]:
-        """Put what is counted inside under ``"checks"``.
-
-        Such work is done once for an objective, and again by a run that is resumed, so that no decision may
-        go by it.
-        """
-        before = dict(self.totals)
-        try:
-            yield
-        finally:
-            spent = self.total - sum(before.values())
-            self.totals.clear()
-            self.totals.update(before)
-            self.add("checks", spent)
-
-    @contextlib.contextmanager
-    def counting(self, kind: str, *key: Hashable) -> Iterator[None]:
-        """Count what happens inside, which must be the same amount of work for the same kind and key.
-
-        Inside of another count it does nothing: the work is a part of the other's.
-        """
-        if self._inside:
-            yield
-            return
-        self._inside = True
-        try:
-            if (kind, key) in self._known:
-                yield
-            else:
-                with Counter() as counter:
-                    yield
-                self._known[kind, key] = counter.flops
-        finally:
-            self._inside = False
-        self.add(kind, self._known[kind, key])

@@ -76,7 +76,6 @@ class StepReport:
         work: Passes and samples that the step asked of the objective, and floating point operations, of which
             those of checks that a process makes once are not in the total.
         phases: Time and peak memory of each phase.
-        loads: On a mesh of blocks, the seconds that each coordinate took to solve its own.
     """
 
     step: int
@@ -92,7 +91,6 @@ class StepReport:
     blocks: Sequence[BlockReport] = ()
     work: dict[str, int] = field(default_factory=dict)
     phases: dict[str, Phase] = field(default_factory=dict)
-    loads: Sequence[float] = ()
 
     @property
     def seconds(self) -> float:
@@ -133,8 +131,6 @@ class StepReport:
         ]
         if spent:
             lines.append("  " + ", ".join(spent))
-        if self.loads:
-            lines.append("  solved in " + " | ".join(f"{load:.2f} s" for load in self.loads))
         return "\n".join(lines)
 
 

@@ -21,6 +21,7 @@ from torch import nn
 from blockhf.curvature import DoubleBackward
 from blockhf_lab import bench, cli, peers, residual
 from blockhf_lab.transformer import Transformer
+from children import PATIENCE, starts_processes
 
 SMALL = bench.Options(samples=2, repetitions=1)
 
@@ -205,10 +206,11 @@ def _child(*args: str, cwd: Path) -> subprocess.CompletedProcess[str]:
         env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONIOENCODING": "utf-8", "COLUMNS": "120"},
         capture_output=True,
         encoding="utf-8",
-        timeout=200,
+        timeout=PATIENCE,
     )
 
 
+@starts_processes
 def test_products_are_measured_shown_and_written(tmp_path: Path) -> None:
     small = ("--samples", "8", "--repetitions", "1", "--threads", "1")
     done = _child("products", *small, "--networks", "autoencoder,lstm", "--json", "out/a.json", cwd=tmp_path)

@@ -17,6 +17,7 @@ import torch
 
 import tiny_task
 from blockhf_lab import commands, fetch, runs, tasks
+from children import PATIENCE, starts_processes
 from command_line import run_main
 
 Main = Callable[..., int | str | None]
@@ -83,18 +84,19 @@ def _child(*args: str, cwd: Path) -> Any:
 
 @pytest.mark.skipif(sys.platform == "win32", reason="signals are others there")
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@starts_processes
 def test_ctrl_c_saves_and_the_run_goes_on_as_if_nothing_had_been(
     main: Main, tmp_path: Path, number: signal.Signals
 ) -> None:
     arguments = ("train", "tiny", "--optimizer", "block-hf:curvature=30", "--threads", "1")
     child = _child(*arguments, "--budget", "1000000updates", "--out", "stopped", cwd=tmp_path)
     records = tmp_path / "stopped" / "records.jsonl"
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + PATIENCE
     while time.monotonic() < deadline and not (records.exists() and records.read_bytes().count(b"\n") > 4):
         time.sleep(0.02)
         assert child.poll() is None, child.communicate()
     child.send_signal(number)
-    shown, errors = child.communicate(timeout=60)
+    shown, errors = child.communicate(timeout=PATIENCE)
     assert child.returncode == 130, errors
     assert errors == ""
     assert "Saved. Go on with --resume" in shown

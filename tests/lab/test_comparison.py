@@ -21,6 +21,7 @@ import tiny_task
 from blockhf_lab import comparison, figures, page, runs, tasks
 from blockhf_lab.comparison import Comparison, Cost, Entry
 from blockhf_lab.optimizers import Spec
+from children import PATIENCE, starts_processes
 
 FIGURE = (
     "block-hf:curvature=30",
@@ -324,6 +325,7 @@ CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", 
 
 
 @pytest.mark.skipif(CHROMIUM is None, reason="no Chromium on this machine")
+@starts_processes
 def test_the_page_in_a_browser(content: bytes, tmp_path: Path) -> None:
     """On a phone: nothing is wider than the screen, and light and dark are as asked for."""
     assert CHROMIUM is not None
@@ -343,7 +345,7 @@ def test_the_page_in_a_browser(content: bytes, tmp_path: Path) -> None:
             ],
             capture_output=True,
             encoding="utf-8",
-            timeout=100,
+            timeout=PATIENCE,
         )
         assert done.returncode == 0, done.stderr
         return done.stdout

@@ -23,6 +23,7 @@ import blockhf_lab
 from blockhf import blocks
 from blockhf_lab import autoencoder, cli, demo, figures, files
 from blockhf_lab.data import Pictures, digits
+from children import PATIENCE, starts_processes
 from command_line import run_main
 
 
@@ -174,10 +175,11 @@ def _child(*args: str, cwd: Path) -> subprocess.CompletedProcess[str]:
         env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONIOENCODING": "utf-8", "COLUMNS": "100"},
         capture_output=True,
         encoding="utf-8",
-        timeout=200,
+        timeout=PATIENCE,
     )
 
 
+@starts_processes
 def test_the_quick_demo_runs_and_writes_its_files(tmp_path: Path) -> None:
     done = _child("demo", "--quick", "--seconds", "0.2", "--seed", "1", cwd=tmp_path)
     assert done.returncode == 0, done.stderr

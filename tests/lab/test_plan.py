@@ -13,10 +13,11 @@ import pytest
 from blockhf import blocks
 from blockhf_lab import bench, benchmesh, calibration, figures, plan, planning
 from blockhf_lab.plan import Machine, Mesh, Model, Part, Update
+from children import starts_processes
 from command_line import run_main
 
 # Two blocks of 100 and 50 parameters; 10 gradient samples, 4 of curvature, 2 CG iterations: 3 products.
-MODEL = Model("toy", (Part("a", 100, 50.0), Part("b", 50, 30.0)), 20.0, 60.0, 7.0, 16)
+MODEL = Model("toy", (Part("a", 100, 50.0), Part("b", 50, 30.0)), 20.0, 60.0, 7.0, (12, 4))
 UPDATE = Update(gradient_batch=8, curvature_batch=4, cg_steps=2)
 MACHINE = Machine(
     gradient=10.0, product=20.0, forward=40.0, memory=15 * 4 * 100.0, bandwidth=1000.0, latency=0.5
@@ -54,13 +55,13 @@ def test_two_coordinates_of_blocks_send_nothing_while_they_solve() -> None:
     assert found.computing["linearization"] == 4.0  # both see all of the curvature's samples
     assert found.loads == pytest.approx((1.0, 6.5 / 11))
     numbers, sums, samples, directions = found.messages
-    assert (numbers.handed, numbers.sent, numbers.rounds) == (8 * (3 + 2), 40.0, 1)
+    assert (numbers.handed, numbers.sent, numbers.rounds) == (8 * 3, 24.0, 1)
     assert (sums.handed, sums.sent, sums.rounds) == (4 * 151, 4 * 151.0, 2)
-    assert (samples.handed, samples.sent) == (2 * 16, 32.0)
-    assert (directions.handed, directions.sent) == (8 * 8 + 400, 464.0)
+    assert (samples.calls, samples.handed, samples.sent, samples.rounds) == (2, 2 * 16, 32.0, 2)
+    assert (directions.calls, directions.handed, directions.sent) == (2, 8 * 6 * 2 + 400, 496.0)
     assert found.sending["sums"] == pytest.approx(2 * 0.5 + 0.604)
-    assert found.sending["directions"] == pytest.approx(0.5 + 0.464)
-    assert found.solving == pytest.approx(33.0 + 0.964)
+    assert found.sending["directions"] == pytest.approx(2 * 0.5 + 0.496)
+    assert found.solving == pytest.approx(33.0 + 1.496)
 
 
 def test_ranks_along_data_share_the_samples_and_add_up_every_product() -> None:
@@ -86,7 +87,7 @@ def test_memory() -> None:
     found = plan.predict(MODEL, UPDATE, MACHINE, Mesh(block=2)).memory
     assert found == {
         "parameters, gradient, directions": 3 * 4 * 150,
-        "directions gathered": 2 * 464,
+        "directions gathered": 2 * 496,
         "CG": 4 * (100 + 6 * 100),
         "activations": 4 * 7 * max(4, 2 * 4),
     }
@@ -202,7 +203,7 @@ def test_the_autoencoders_products_are_those_of_its_layers() -> None:
     assert model.forward == 2 * half
     assert model.gradient == 3 * 2 * half - first
     assert model.parameters == sum(param.numel() for param in case.params)
-    assert model.sample_bytes == 2 * 4 * 784
+    assert model.sample_bytes == (4 * 784, 4 * 784)
     # The input of each layer, and the difference from the picture.
     assert model.activations == pytest.approx(2 * 784 + 2 * (1000 + 500 + 250) + 30)
     single, _ = calibration.describe(case, blocks.single(case.model))
@@ -288,7 +289,7 @@ def test_the_same_plan_gives_the_same_picture() -> None:
     assert drawn[0] == drawn[1]
 
 
-# Beside real ranks
+# Beside real ranks; the first test that asks for what they measured waits for them
 
 
 @pytest.fixture(scope="module")
@@ -304,6 +305,7 @@ def expected_traffic(model: Model, settings: benchmesh.Settings, mesh: Mesh) -> 
     return calls | {f"{message.purpose}_bytes": message.handed for message in predicted}
 
 
+@starts_processes
 def test_real_ranks_exchange_what_the_plan_says(
     measured: tuple[benchmesh.Settings, dict[str, Any]],
 ) -> None:
@@ -315,6 +317,7 @@ def test_real_ranks_exchange_what_the_plan_says(
             assert found["traffic"][f"{name}, {mesh}"] == expected_traffic(model, settings, mesh)
 
 
+@starts_processes
 def test_the_benchmark_compares_with_one_rank_the_machine_and_the_plan(
     measured: tuple[benchmesh.Settings, dict[str, Any]],
 ) -> None:
@@ -373,6 +376,7 @@ def test_the_equal_blocks_of_the_autoencoder() -> None:
 
 
 @pytest.mark.slow
+@starts_processes
 def test_four_real_ranks_exchange_what_the_plan_says() -> None:
     settings = benchmesh.Settings(ranks=4, curvature=40, cg_steps=2, repetitions=1, small=True)
     found = benchmesh.measure(4, settings)
@@ -382,6 +386,7 @@ def test_four_real_ranks_exchange_what_the_plan_says() -> None:
         assert found["traffic"][f"equal, {mesh}"] == expected_traffic(model, settings, mesh)
 
 
+@starts_processes
 def test_where_a_rank_fails_its_error_is_raised_here() -> None:
     settings = benchmesh.Settings(curvature=40, repetitions=1, small=True)
     object.__setattr__(settings, "cg_steps", 0)

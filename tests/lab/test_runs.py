@@ -21,6 +21,7 @@ import tiny_task
 from blockhf_lab import comparison, runs, tasks
 from blockhf_lab.optimizers import Method, Step
 from blockhf_lab.runs import Budget, Config, Progress, Record, Run
+from children import PATIENCE, starts_processes
 
 DATA = tiny_task.load(None)
 CHILD = Path(tiny_task.__file__)
@@ -354,7 +355,7 @@ def _start(folder: Path, optimizer: str, task: str) -> Any:
 
 
 def _end(child: Any) -> None:
-    _, errors = child.communicate(timeout=200)
+    _, errors = child.communicate(timeout=PATIENCE)
     assert child.returncode == 0, errors
 
 
@@ -366,14 +367,14 @@ def _kill_at_random(folder: Path, optimizer: str, task: str, times: int, seed: i
     for _ in range(times):
         child = _start(folder, optimizer, task)
         size = records.stat().st_size if records.exists() else 0
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + PATIENCE
         while child.poll() is None and time.monotonic() < deadline:
             if records.exists() and records.stat().st_size != size:
                 break
             time.sleep(0.002)
         time.sleep(chance.uniform(0, 0.15))
         child.kill()
-        child.communicate(timeout=60)
+        child.communicate(timeout=PATIENCE)
         if child.returncode == 0:  # a fast machine
             break
         assert child.returncode == -9
@@ -383,6 +384,7 @@ def _kill_at_random(folder: Path, optimizer: str, task: str, times: int, seed: i
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="there is no SIGKILL")
+@starts_processes
 def test_a_run_killed_at_random_moments_ends_like_an_undisturbed_one(tmp_path: Path) -> None:
     _check_kills(tmp_path, "block-hf:curvature=30", "tiny", times=3, seed=0)
 
@@ -397,6 +399,7 @@ def test_a_run_killed_at_random_moments_ends_like_an_undisturbed_one(tmp_path: P
         ("random", "blockhf:curvature=30"),
     ],
 )
+@starts_processes
 def test_a_run_killed_ten_times_ends_like_an_undisturbed_one(
     tmp_path: Path, task: str, optimizer: str
 ) -> None:

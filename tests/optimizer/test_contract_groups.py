@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import pytest
@@ -40,7 +41,16 @@ OPTIONS: dict[str, tuple[Any, Any]] = {
     "warm_start": (0.0, 0.95),
     "slow_start": (None, (10, 1)),
 }
-each_option = pytest.mark.parametrize(("option", "choices"), OPTIONS.items(), ids=OPTIONS.keys())
+# Those that a factory has a value of its own for, and all of them where it is the constructor itself.
+OF_FACTORY = {"default": OPTIONS, "paper": ("cg_rtol", "warm_start"), "martens": ("damping", "cg_progress")}
+each_option = pytest.mark.parametrize(
+    ("factory", "option"),
+    [
+        pytest.param(FACTORIES[name], option, id=f"{name}-{option}")
+        for name, options in OF_FACTORY.items()
+        for option in options
+    ],
+)
 
 
 def second_directions(
@@ -61,28 +71,36 @@ def second_directions(
     return written(task.model)
 
 
-@each_option
-def test_a_group_goes_by_its_own_options(factory: Factory, option: str, choices: tuple[Any, Any]) -> None:
+def with_option(option: str, *choices: Any) -> list[dict[str, Any]]:
     extra = {"max_cg_steps": 3} if option in ("warm_start", "damping") else {}
-    first, second = (second_directions(factory, groups=[{**extra, option: choice}] * 3) for choice in choices)
-    mixed = second_directions(factory, groups=[{**extra, option: choices[i]} for i in (0, 1, 0)])
+    return [{**extra, option: choice} for choice in choices]
+
+
+@cache
+def alike(factory: Factory, option: str, choice: Any) -> list[Tensor]:
+    """The directions where all groups have an option in common."""
+    return second_directions(factory, groups=with_option(option, choice, choice, choice))
+
+
+@each_option
+def test_a_group_goes_by_its_own_options(factory: Factory, option: str) -> None:
+    one, other = OPTIONS[option]
+    first, second = alike(factory, option, one), alike(factory, option, other)
+    mixed = second_directions(factory, groups=with_option(option, one, other, one))
     assert not any(map(torch.equal, first[:2], second[:2]))
     assert equal(mixed, [first[0], second[1], first[2]])
 
 
 @each_option
-def test_an_edit_of_a_group_takes_effect_at_the_next_step(
-    factory: Factory, option: str, choices: tuple[Any, Any]
-) -> None:
-    extra = {"max_cg_steps": 3} if option in ("warm_start", "damping") else {}
+def test_an_edit_of_a_group_takes_effect_at_the_next_step(factory: Factory, option: str) -> None:
+    one, other = OPTIONS[option]
 
     def edit(optimizer: BlockHF) -> None:
         for group in optimizer.param_groups:
-            group[option] = choices[1]
+            group[option] = other
 
-    built = second_directions(factory, groups=[{**extra, option: choices[1]}] * 3)
-    edited = second_directions(factory, edit, groups=[{**extra, option: choices[0]}] * 3)
-    assert equal(edited, built)
+    edited = second_directions(factory, edit, groups=with_option(option, one, one, one))
+    assert equal(edited, alike(factory, option, other))
 
 
 @pytest.mark.parametrize("lr", [0.25, torch.tensor(0.25)], ids=["number", "tensor"])
@@ -91,8 +109,8 @@ def test_each_block_moves_by_its_own_lr(factory: Factory, lr: Any) -> None:
     groups = blocks.by_layer(task.model)
     groups[0]["lr"], groups[1]["lr"] = lr, 0.0
     before = values(task.model)
-    factory(groups, lr=1.0, **FIXED).step(task.objective, task.batch)
-    factory(blocks.by_layer(twin.model), lr=1.0, **FIXED).step(twin.objective, twin.batch)
+    factory(groups, lr=1.0, max_cg_steps=3, **FIXED).step(task.objective, task.batch)
+    factory(blocks.by_layer(twin.model), lr=1.0, max_cg_steps=3, **FIXED).step(twin.objective, twin.batch)
     moved, full = values(task.model) - before, values(twin.model) - before
     for place, share in zip(slices(groups), (0.25, 0.0, 1.0), strict=True):
         torch.testing.assert_close(moved[place], share * full[place], rtol=1e-12, atol=1e-15)
@@ -184,7 +202,7 @@ def test_a_block_that_joins_in_mid_training_moves_from_then_on(factory: Factory)
 
 def test_a_parameter_that_was_frozen_after_construction_stays_put(factory: Factory) -> None:
     task = Task()
-    optimizer = factory(blocks.by_layer(task.model), **FIXED)
+    optimizer = factory(blocks.by_layer(task.model), max_cg_steps=3, **FIXED)
     optimizer.step(task.objective, task.batch)
     task.model[0].bias.requires_grad_(False)
     before = copy.deepcopy(task.model.state_dict())
@@ -199,7 +217,7 @@ def test_a_block_that_was_frozen_as_a_whole_is_skipped_and_comes_back_when_it_is
     factory: Factory,
 ) -> None:
     task = Task()
-    optimizer = factory(blocks.by_layer(task.model), **FIXED)
+    optimizer = factory(blocks.by_layer(task.model), max_cg_steps=3, **FIXED)
     optimizer.step(task.objective, task.batch)
     task.model[2].requires_grad_(False)
     before = values(task.model[2])
@@ -223,7 +241,7 @@ def test_a_model_that_is_frozen_as_a_whole_is_an_error(factory: Factory) -> None
 def test_a_parameter_that_the_loss_does_not_use_stays_put(factory: Factory) -> None:
     task = Task()
     unused = nn.Parameter(torch.ones(2, dtype=torch.float64))
-    optimizer = factory([unused, *task.model.parameters()])
+    optimizer = factory([unused, *task.model.parameters()], max_cg_steps=3)
     before = values(task.model)
     for _ in range(3):
         optimizer.step(task.objective, task.batch)

@@ -3,23 +3,35 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from dataclasses import dataclass
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 from blockhf import (
+    BlockOperator,
+    Choice,
+    Curvature,
+    DampingRule,
+    Dense,
+    Evaluation,
     FixedStep,
     Hessian,
+    Outcome,
+    PolicyState,
+    Preconditioner,
+    Samples,
+    Search,
+    Situation,
+    Solution,
+    Solver,
+    State,
+    Status,
+    System,
     blocks,
 )
 from blockhf.blocks import Block
-from blockhf.damping import Outcome
-from blockhf.objective import Evaluation, Problem
-from blockhf.operators import BlockMatrix, Dense
-from blockhf.search import Choice, Proposal
-from blockhf.solvers import Solution, Status, System
 from optimizer_tasks import (
     FIXED,
     Factory,
@@ -31,19 +43,15 @@ from optimizer_tasks import (
 )
 
 
-def to_the_end(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The groups, with a CG that does not stop for want of progress."""
-    return [{**group, "cg_progress": 0.0} for group in groups]
-
-
 def test_with_the_hessian_the_objective_may_return_the_loss_alone(factory: Factory) -> None:
     task = Task("cross_entropy", model=lambda: nn.Linear(3, 2))
     optimizer = factory(
-        to_the_end(blocks.single(task.model)),
+        blocks.single(task.model),
         lr=1.0,
         curvature=Hessian(),
         max_cg_steps=100,
         cg_rtol=1e-13,
+        cg_progress=0.0,
         **FIXED,
     )
     gradient, matrix = dense_gradient(task, task.batch), dense_gauss_newton(task, task.batch)
@@ -60,14 +68,25 @@ def test_with_gauss_newton_the_loss_alone_is_an_error(factory: Factory) -> None:
         optimizer.step(lambda batch: task.objective(batch)[1], task.batch)
 
 
-class Identity:
-    """A curvature of one's own."""
+class Ones(BlockOperator):
+    """The identity."""
 
-    def at(self, evaluation: Evaluation, blocks: Sequence[Block]) -> BlockMatrix:
-        return self
+    def __init__(self, blocks: Sequence[Block]) -> None:
+        self._sizes = [block.size for block in blocks]
+
+    @property
+    def sizes(self) -> Sequence[int]:
+        return self._sizes
 
     def product(self, row: int, column: int, vector: Tensor) -> Tensor:
         return vector
+
+
+class Flat(Curvature):
+    """A curvature of one's own."""
+
+    def at(self, evaluation: Evaluation, blocks: Sequence[Block]) -> BlockOperator:
+        return Ones(blocks)
 
 
 def test_a_curvature_of_ones_own_will_do(factory: Factory) -> None:
@@ -75,24 +94,29 @@ def test_a_curvature_of_ones_own_will_do(factory: Factory) -> None:
     task = Task()
     before, gradient = values(task.model), dense_gradient(task, task.batch)
     factory(
-        blocks.by_layer(task.model), curvature=Identity(), lr=0.5, max_cg_steps=50, cg_rtol=1e-14, **FIXED
+        blocks.by_layer(task.model), curvature=Flat(), lr=0.5, max_cg_steps=50, cg_rtol=1e-14, **FIXED
     ).step(task.objective, task.batch)
     torch.testing.assert_close(values(task.model), before - 0.5 * gradient / 1.01, rtol=1e-12, atol=1e-14)
 
 
-class Countdown:
+@dataclass(frozen=True)
+class Countdown(DampingRule):
     """A damping rule of one's own."""
 
-    initial, needs_ratio = 8.0, False
+    initial: float = 8.0
 
-    def update(self, damping: float, outcome: Outcome) -> float:
+    @property
+    def needs_ratio(self) -> bool:
+        return False
+
+    def update(self, damping: float, outcome: Outcome, state: State) -> float:
         assert outcome.accepted
         return damping / 2
 
 
 def test_a_damping_rule_of_ones_own_will_do(factory: Factory) -> None:
     task = Task()
-    optimizer = factory(blocks.by_layer(task.model), damping=Countdown(), search=FixedStep())
+    optimizer = factory(blocks.by_layer(task.model), damping=Countdown(), max_cg_steps=3, search=FixedStep())
     used = []
     for _ in range(3):
         optimizer.step(task.objective, task.batch)
@@ -100,76 +124,72 @@ def test_a_damping_rule_of_ones_own_will_do(factory: Factory) -> None:
     assert used == [{8.0}, {4.0}, {2.0}]
 
 
-class Cautious:
-    """A search of one's own: the gradient step of each block, if the second try is worse than the first."""
+class Cautious(Search):
+    """A search of one's own: the gradient step of each block."""
 
-    evaluates, record = True, None
-
-    def choose(self, problem: Problem, loss: float, proposals: Sequence[Proposal]) -> Choice:
-        update = [-0.01 * proposal.gradient for proposal in proposals]
-        return Choice(update, "a gradient step", loss=float(problem.loss_at(update)))
+    def choose(self, situation: Situation, state: PolicyState) -> Choice:
+        update = [-0.01 * proposal.gradient for proposal in situation.proposals]
+        return Choice(update, "a gradient step", loss=float(situation.point.loss_at(update)))
 
 
 def test_a_search_of_ones_own_will_do(factory: Factory) -> None:
     task = Task()
     before, gradient = values(task.model), dense_gradient(task, task.batch)
-    optimizer = factory(blocks.by_layer(task.model), search=Cautious())
+    optimizer = factory(blocks.by_layer(task.model), search=Cautious(), max_cg_steps=3)
     optimizer.step(task.objective, task.batch)
     torch.testing.assert_close(values(task.model), before - 0.01 * gradient, rtol=1e-12, atol=1e-14)
     assert optimizer.report.reason == "a gradient step"
     assert optimizer.report.loss_after == float(dense_loss(task, task.batch))
 
 
-class Coupled:
-    """A solver of one's own: all blocks at once, with the products between blocks."""
+def columns(operator: BlockOperator, index: int) -> Tensor:
+    """A diagonal block, product by product."""
+    eye = torch.eye(operator.sizes[index], dtype=torch.float64)
+    return torch.stack([operator.product(index, index, column) for column in eye], dim=1)
 
-    def solve(self, systems: Sequence[System], matrix: BlockMatrix) -> list[Solution]:
-        sizes = [len(system.rhs) for system in systems]
-        rows = []
-        for row, own in enumerate(sizes):
-            parts = [
-                torch.stack(
-                    [matrix.product(row, column, e) for e in torch.eye(other, dtype=torch.float64)], dim=1
-                )
-                if row != column
-                else torch.stack(
-                    [systems[row].operator @ e for e in torch.eye(own, dtype=torch.float64)], dim=1
-                )
-                for column, other in enumerate(sizes)
-            ]
-            rows.append(torch.cat(parts, dim=1))
-        rhs = torch.cat([system.rhs for system in systems])
-        pieces = torch.split(torch.linalg.solve(torch.cat(rows), rhs), sizes)
-        return [Solution(x, Status.CONVERGED, 1, 0, 0.0, 0.0) for x in pieces]
+
+class Direct(Solver):
+    """A solver of one's own: dense elimination."""
+
+    def solve(self, system: System, state: State) -> Solution:
+        matrix = columns(system.operator, system.index)
+        matrix += system.damping * torch.eye(len(matrix), dtype=matrix.dtype)
+        x = torch.linalg.solve(matrix, system.rhs)
+        return Solution(x, Status.CONVERGED, 1, 0, 0.0, -0.5 * float(x @ system.rhs))
+
+
+CONVERGED = {"cg_progress": 0.0, "max_cg_steps": 400, **FIXED}
 
 
 def test_a_solver_of_ones_own_will_do(factory: Factory) -> None:
-    """One that couples the blocks makes the step of a single block."""
+    """One that eliminates makes the step of converged conjugate gradients."""
     task, twin = Task(), Task()
-    options = {"cg_rtol": 1e-13, "max_cg_steps": 400, **FIXED}
-    factory(blocks.by_layer(task.model), solver=Coupled(), **FIXED).step(task.objective, task.batch)
-    factory(to_the_end(blocks.single(twin.model)), **options).step(twin.objective, twin.batch)
+    optimizer = factory(blocks.by_layer(task.model), solver=Direct(), **FIXED)
+    optimizer.step(task.objective, task.batch)
+    sizes = [block.size for block in optimizer.report.blocks]
+    assert [block.num_products for block in optimizer.report.blocks] == sizes, "whoever makes them"
+    factory(blocks.by_layer(twin.model), cg_rtol=1e-13, **CONVERGED).step(twin.objective, twin.batch)
     torch.testing.assert_close(values(task.model), values(twin.model), rtol=1e-8, atol=1e-9)
 
 
-class Exact:
+class Exact(Preconditioner):
     """A preconditioner of one's own: the inverse itself."""
 
-    def prepare(self, problem: Problem, matrix: BlockMatrix, dampings: Sequence[float]) -> list[Dense]:
-        inverses = []
-        for index, (block, damping) in enumerate(zip(problem.blocks, dampings, strict=True)):
-            eye = torch.eye(block.size, dtype=torch.float64)
-            own = torch.stack([matrix.product(index, index, e) for e in eye]) + damping * eye
-            inverses.append(Dense(torch.linalg.inv(own)))
-        return inverses
+    def prepare(
+        self, samples: Samples, operator: BlockOperator, dampings: Sequence[float], state: PolicyState
+    ) -> list[Dense]:
+        return [
+            Dense(torch.linalg.inv(columns(operator, index) + damping * torch.eye(block.size).double()))
+            for index, (block, damping) in enumerate(zip(samples.blocks, dampings, strict=True))
+        ]
 
 
 def test_a_preconditioner_of_ones_own_will_do(factory: Factory) -> None:
     """With the exact inverse, one iteration is enough."""
     task, twin = Task(), Task()
-    options = {"cg_rtol": 1e-9, "max_cg_steps": 400, **FIXED}
-    optimizer = factory(to_the_end(blocks.by_layer(task.model)), preconditioner=Exact(), **options)
+    options = {"cg_rtol": 1e-9, **CONVERGED}
+    optimizer = factory(blocks.by_layer(task.model), preconditioner=Exact(), **options)
     optimizer.step(task.objective, task.batch)
-    factory(to_the_end(blocks.by_layer(twin.model)), **options).step(twin.objective, twin.batch)
+    factory(blocks.by_layer(twin.model), **options).step(twin.objective, twin.batch)
     assert [block.num_steps for block in optimizer.report.blocks] == [1, 1, 1]
     torch.testing.assert_close(values(task.model), values(twin.model), rtol=1e-6, atol=1e-7)

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
+import sys
+from collections.abc import Iterator
+from functools import cache
 from typing import Any
 
 import pytest
@@ -44,8 +49,8 @@ def test_step_neither_reads_nor_writes_grad(factory: Factory) -> None:
     grads = [torch.full_like(param, torch.nan) for param in task.model.parameters()]
     for param, grad in zip(task.model.parameters(), grads, strict=True):
         param.grad = grad
-    factory(blocks.single(task.model)).step(task.objective, task.batch)
-    factory(blocks.single(twin.model)).step(twin.objective, twin.batch)
+    factory(blocks.single(task.model), max_cg_steps=3).step(task.objective, task.batch)
+    factory(blocks.single(twin.model), max_cg_steps=3).step(twin.objective, twin.batch)
     assert torch.equal(values(task.model), values(twin.model))
     assert all(p.grad is grad for p, grad in zip(task.model.parameters(), grads, strict=True))
     assert all(grad.isnan().all() for grad in grads)
@@ -54,7 +59,7 @@ def test_step_neither_reads_nor_writes_grad(factory: Factory) -> None:
 
 def test_zero_grad_clears_what_direction_wrote(factory: Factory) -> None:
     task = Task()
-    optimizer = factory(blocks.by_layer(task.model))
+    optimizer = factory(blocks.by_layer(task.model), max_cg_steps=3)
     optimizer.direction(task.objective, task.batch)
     assert all(param.grad is not None for param in task.model.parameters())
     optimizer.zero_grad()
@@ -77,7 +82,7 @@ def test_parameters_stay_the_same_tensors_in_the_same_storage(factory: Factory, 
         return [(id(p), p.data_ptr(), p.stride()) for p in model.parameters()]
 
     before, start = places(), values(model)
-    optimizer = factory(blocks.by_layer(model), search=search, damping=1.0)
+    optimizer = factory(blocks.by_layer(model), search=search, damping=1.0, max_cg_steps=3)
     for _ in range(2):
         optimizer.step(objective, inputs)
         assert optimizer.report.accepted
@@ -88,7 +93,7 @@ def test_parameters_stay_the_same_tensors_in_the_same_storage(factory: Factory, 
 
 def test_hooks_run_around_the_step_and_see_the_report(factory: Factory) -> None:
     task = Task()
-    optimizer = factory(blocks.by_layer(task.model))
+    optimizer = factory(blocks.by_layer(task.model), max_cg_steps=3)
     seen: list[Any] = []
     optimizer.register_step_pre_hook(lambda opt, args, kwargs: seen.append(opt.report))
     optimizer.register_step_post_hook(lambda opt, args, kwargs: seen.append(opt.report))
@@ -97,8 +102,7 @@ def test_hooks_run_around_the_step_and_see_the_report(factory: Factory) -> None:
     assert [report and report.step for report in seen] == [None, 1, 1, 2]
 
 
-@pytest.mark.parametrize("method", ["step", "direction"])
-@pytest.mark.parametrize("curvature_batch_size", [None, 7])
+@pytest.mark.parametrize(("method", "curvature_batch_size"), [("step", 7), ("direction", None)])
 def test_a_step_without_grad_mode_is_a_step(
     factory: Factory, curvature_batch_size: int | None, method: str
 ) -> None:
@@ -117,7 +121,7 @@ def test_a_step_without_grad_mode_is_a_step(
 
 def test_state_is_shaped_like_the_parameters(factory: Factory) -> None:
     task = Task()
-    optimizer = factory(blocks.single(task.model), warm_start=0.95)
+    optimizer = factory(blocks.single(task.model), max_cg_steps=3, warm_start=0.95)
     optimizer.step(task.objective, task.batch)
     for param in task.model.parameters():
         assert optimizer.state[param]["direction"].shape == param.shape
@@ -126,9 +130,56 @@ def test_state_is_shaped_like_the_parameters(factory: Factory) -> None:
 
 def test_without_a_warm_start_no_solution_is_kept(factory: Factory) -> None:
     task = Task()
-    optimizer = factory(blocks.single(task.model), warm_start=0.0)
+    optimizer = factory(blocks.single(task.model), max_cg_steps=3, warm_start=0.0)
     optimizer.step(task.objective, task.batch)
     assert all(set(state) == {"step"} for state in optimizer.state.values())
+
+
+class Writes:
+    """Files under /proc that Python opens for writing, whether it may or not."""
+
+    def __init__(self) -> None:
+        self.paths: list[str] | None = None
+        sys.addaudithook(self._note)  # for as long as the process lives
+
+    def _note(self, event: str, args: tuple[Any, ...]) -> None:
+        if self.paths is not None and event == "open":
+            path, _, flags = args
+            if str(path).startswith("/proc") and flags & (os.O_WRONLY | os.O_RDWR):
+                self.paths.append(str(path))
+
+    @contextlib.contextmanager
+    def watched(self) -> Iterator[list[str]]:
+        self.paths = found = []
+        try:
+            yield found
+        finally:
+            self.paths = None
+
+
+@cache
+def writes() -> Writes:
+    return Writes()
+
+
+def test_memory_is_not_measured_unless_asked_for(factory: Factory) -> None:
+    """To measure it, the process' peak is reset, for all who read it."""
+    task = Task()
+    optimizer = factory(blocks.by_layer(task.model), max_cg_steps=3)
+    with writes().watched() as written:
+        optimizer.step(task.objective, task.batch)
+        optimizer.direction(task.objective, task.batch)
+    assert written == []
+    assert all(phase.peak_bytes is None for phase in optimizer.report.phases.values())
+
+
+def test_memory_that_is_measured_is_reset_in_each_phase(factory: Factory) -> None:
+    """Else the test above could not fail."""
+    task = Task()
+    optimizer = factory(blocks.by_layer(task.model), measure_memory=True)
+    with writes().watched() as written:
+        optimizer.step(task.objective, task.batch)
+    assert written == ["/proc/self/clear_refs"] * len(optimizer.report.phases)
 
 
 # --- batches -------------------------------------------------------------------------------------------
@@ -173,4 +224,4 @@ def test_a_curvature_batch_without_a_batch_is_an_error(factory: Factory) -> None
     task = Task()
     optimizer = factory(blocks.single(task.model))
     with pytest.raises(ValueError, match="A curvature batch was given without a gradient batch"):
-        optimizer.step(lambda: task.objective(task.batch), curvature=task.batch)
+        optimizer.step(lambda: task.objective(task.batch), curvature_batch=task.batch)

@@ -37,9 +37,9 @@ import blockhf
 from blockhf import BlockHF, blocks
 from blockhf.blocks import Group
 from blockhf.curvature import DoubleBackward, Formed, GaussNewton, Products, Traced
-from blockhf.operators import Damped, DiagonalBlock
+from blockhf.linalg import Damped, DiagonalBlock, conjugate_gradient
+from blockhf.policy import PolicyState
 from blockhf.report import StepReport, Stopwatch
-from blockhf.solvers import conjugate_gradient
 from blockhf_lab import lstm, peers, residual
 from blockhf_lab.autoencoder import Autoencoder, reconstruction_error
 from blockhf_lab.data import digits
@@ -643,11 +643,11 @@ def memory(case: Network, options: Options) -> list[MemoryRow]:
 
 
 def _phase(case: Network, how: Products, micro_batch_size: int | None) -> Callable[[], Multiply]:
-    problem = case.problem(micro_batch_size=micro_batch_size)
+    samples, state = case.samples(micro_batch_size=micro_batch_size), PolicyState()
 
     def linearize() -> Multiply:
-        matrix = how.linearize(GaussNewton(), problem, [30])
-        return lambda vector: matrix.product(0, 0, vector)
+        operator = how.linearize(GaussNewton(), samples, [30], state)
+        return lambda vector: operator.product(0, 0, vector)
 
     return linearize
 
@@ -661,15 +661,15 @@ def _once(linearize: Callable[[], Multiply], vector: Any) -> Any:
 
 def iteration_shares(case: Network, options: Options, num_steps: int = 10) -> dict[str, float]:
     """Which share of CG iterations with traced products goes where; the profiler adds a little to each."""
-    problem = case.problem()
-    matrix = Traced().linearize(GaussNewton(), problem, [num_steps])
-    whole = problem.blocks[0]
+    samples = case.samples()
+    operator = Traced().linearize(GaussNewton(), samples, [num_steps], PolicyState())
+    whole = samples.blocks[0]
     gradient = whole.flatten(case.gradient())
 
     class Marked:
         def __matmul__(self, vector: Tensor) -> Tensor:
             with record_function("product"):
-                return Damped(DiagonalBlock(matrix, 0), 1e-3) @ vector
+                return Damped(DiagonalBlock(operator, 0), 1e-3) @ vector
 
     def solve() -> None:
         conjugate_gradient(Marked(), gradient, max_steps=num_steps)

@@ -31,7 +31,7 @@ from torch.multiprocessing.spawn import spawn
 import blockhf
 from blockhf import blocks
 from blockhf.blocks import Group
-from blockhf.distributed import assign
+from blockhf.meshes import assign
 from blockhf_lab import bench, calibration, files, plan
 from blockhf_lab.autoencoder import Autoencoder
 from blockhf_lab.data import digits

@@ -11,12 +11,13 @@ import torch
 from torch import Tensor, nn
 
 from blockhf import DoubleBackward, GaussNewton, Traced, blocks
+from blockhf.batches import tensors_of
 from blockhf.blocks import Group
 from blockhf.curvature import Products
-from blockhf.flops import Meter
-from blockhf.objective import tensors_of
-from blockhf.operators import BlockMatrix
-from blockhf.solvers import conjugate_gradient
+from blockhf.ledger import Ledger
+from blockhf.linalg import BlockOperator, conjugate_gradient
+from blockhf.point import Linearizer, Point
+from blockhf.policy import PolicyState
 from blockhf_lab import bench, plan
 from blockhf_lab.optimizers import PARTITIONS
 from blockhf_lab.peers import Network
@@ -62,52 +63,55 @@ def describe(case: Network, groups: Sequence[Group], repetitions: int = 0) -> tu
     Returns:
         The model, and the machine, with speeds of one multiplication a second where none was measured.
     """
-    samples = len(case.batch[0])
-    problem = case.problem(groups)
+    number, samples = len(case.batch[0]), case.samples(groups)
     products: Products = DoubleBackward() if case.is_long else Traced()
-    matrix = products.linearize(GaussNewton(), problem, [100] * len(problem.blocks))
-    vectors = [torch.randn(block.size) for block in problem.blocks]
+    linearizer = Linearizer(GaussNewton(), products, PolicyState())
+    Point(samples, linearizer).gradient()
+    vectors = [torch.randn(block.size) for block in samples.blocks]
+    budget = [100] * len(vectors)
+
+    def linearize() -> BlockOperator:
+        return products.linearize(linearizer.curvature, samples, budget, linearizer.state)
+
+    operator, totals = linearize(), samples.ledger.totals
 
     def flops_of(index: int) -> int:
-        before = problem.meter.totals.get("product", 0)
-        matrix.product(index, index, vectors[index])
-        return problem.meter.totals["product"] - before
+        before = totals.get("product", 0)
+        operator.product(index, index, vectors[index])
+        return totals["product"] - before
 
-    costs = [flops_of(index) / 2 / samples for index in range(len(vectors))]
+    costs = [flops_of(index) / 2 / number for index in range(len(vectors))]
     forward, activations = _forward(case)
     model = plan.Model(
         name=case.name,
         blocks=tuple(
-            plan.Part(block.name, block.size, cost) for block, cost in zip(problem.blocks, costs, strict=True)
+            plan.Part(block.name, block.size, cost, block.params[0].numel())
+            for block, cost in zip(samples.blocks, costs, strict=True)
         ),
-        forward=forward / samples,
-        gradient=problem.meter.totals["gradient"] / 2 / samples,
-        activations=activations / samples,
-        sample_bytes=sum(tensor[0].numel() * tensor.element_size() for tensor in tensors_of(case.batch)),
+        forward=forward / number,
+        gradient=totals["gradient"] / 2 / number,
+        activations=activations / number,
+        sample_bytes=tuple(tensor[0].numel() * tensor.element_size() for tensor in tensors_of(case.batch)),
     )
     if repetitions == 0:
         return model, plan.Machine(1.0, 1.0, 1.0)
 
     candidates: dict[str, Callable[[], Any]] = {
         "gradient": case.gradient,
-        "linearization": partial(products.linearize, GaussNewton(), problem, [100] * len(vectors)),
+        "linearization": linearize,
         "vectors": _solver(max(vectors, key=len)),
     }
     for index, vector in enumerate(vectors):
-        candidates[f"product {index}"] = _product(matrix, index, vector)
+        candidates[f"product {index}"] = partial(operator.product, index, index, vector)
     seconds = bench.best(candidates, repetitions)
     of_products = sum(seconds[f"product {index}"] for index in range(len(vectors)))
     numbers = _CG_STEPS * max(map(len, vectors))
     return model, plan.Machine(
-        gradient=samples * model.gradient / seconds["gradient"],
-        product=samples * sum(costs) / of_products,
-        forward=samples * plan.LINEARIZATION * model.forward / seconds["linearization"],
+        gradient=number * model.gradient / seconds["gradient"],
+        product=number * sum(costs) / of_products,
+        forward=number * plan.LINEARIZATION * model.forward / seconds["linearization"],
         memory=numbers * plan.NUMBER * plan.VECTOR_PASSES / seconds["vectors"],
     )
-
-
-def _product(matrix: BlockMatrix, index: int, vector: Tensor) -> Callable[[], Any]:
-    return lambda: matrix.product(index, index, vector)
 
 
 def _solver(vector: Tensor) -> Callable[[], Any]:
@@ -131,8 +135,8 @@ def _forward(case: Network) -> tuple[float, int]:
             kept[tensor.data_ptr()] = tensor.numel()
         return tensor
 
-    meter = Meter()
-    with meter.counting("forward"), torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+    ledger = Ledger()
+    with ledger.counting("forward"), torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         result = case.objective(case.batch)
     del result
-    return meter.total / 2, sum(kept.values())
+    return ledger.total / 2, sum(kept.values())

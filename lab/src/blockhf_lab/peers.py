@@ -18,7 +18,9 @@ from torch.utils.dlpack import from_dlpack
 from blockhf import GaussNewton, blocks
 from blockhf.blocks import Block, Group
 from blockhf.curvature import Products
-from blockhf.objective import Problem, twice_differentiable
+from blockhf.isolation import twice_differentiable
+from blockhf.policy import PolicyState
+from blockhf.samples import Samples
 
 Multiply = Callable[[Any], Any]
 """The product with a vector, in the way's own format of vectors."""
@@ -60,15 +62,13 @@ class Network:
         _, loss = self.objective(self.batch)
         return torch.autograd.grad(loss, self.params)
 
-    def problem(self, groups: Sequence[Group] | None = None, micro_batch_size: int | None = None) -> Problem:
-        """The problem with curvature from a pass of its own, as where its batch is not the gradient's."""
+    def samples(self, groups: Sequence[Group] | None = None, micro_batch_size: int | None = None) -> Samples:
+        """The batch with curvature from passes of its own, as where its samples are not the gradient's."""
         partition = [
             Block(group["name"], tuple(param for _, param in group["params"]))
             for group in groups or blocks.single(self.model)
         ]
-        problem = Problem(self.objective, self.batch, partition, self.batch, micro_batch_size)
-        problem.differentiate()
-        return problem
+        return Samples(self.objective, self.batch, partition, micro_batch_size=micro_batch_size)
 
 
 class UnavailableError(Exception):
@@ -96,17 +96,17 @@ class Way:
 
 def ours(name: str, network: Network, products: Products, groups: Sequence[Group] | None = None) -> Way:
     """This library's products, with one block or with the diagonal blocks of ``groups``."""
-    problem = network.problem(groups)
-    sizes = [block.size for block in problem.blocks]
+    samples, state = network.samples(groups), PolicyState()
+    sizes = [block.size for block in samples.blocks]
 
     def linearize() -> Multiply:
-        matrix = products.linearize(GaussNewton(), problem, [100] * len(sizes))
+        operator = products.linearize(GaussNewton(), samples, [100] * len(sizes), state)
         if len(sizes) == 1:
-            return lambda vector: matrix.product(0, 0, vector)
+            return lambda vector: operator.product(0, 0, vector)
 
         def multiply(vector: Tensor) -> Tensor:
             pieces = enumerate(torch.split(vector, sizes))
-            return torch.cat([matrix.product(index, index, piece) for index, piece in pieces])
+            return torch.cat([operator.product(index, index, piece) for index, piece in pieces])
 
         return multiply
 

@@ -13,7 +13,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from blockhf.distributed import assign, estimated_costs
+from blockhf.meshes import assign, estimated_costs
 
 NUMBER = 4
 """Bytes of a number, in float32."""
@@ -30,7 +30,7 @@ RESIDUALS = 2
 LINEARIZATION = 2
 """Forward passes to linearize: one for the residuals, and one to see that the loss is the objective's own."""
 
-_HEADER, _SOLUTION_HEAD = 3, 8  # numbers in float64: of a rank, and of each block's solution
+_HEADER, _SOLUTION_HEAD = 3, 6  # numbers in float64: of a rank, and of each block's solution
 RANKS = tuple(2**power for power in range(11))
 """1 to 1,024."""
 
@@ -46,11 +46,13 @@ class Part:
         name: Its name.
         parameters: How many.
         product: Multiplications of a product with its matrix, for one sample.
+        first: How many parameters its first tensor has; ranks place blocks by it.
     """
 
     name: str
     parameters: int
     product: float
+    first: int = 0
 
 
 @dataclass(frozen=True)
@@ -63,7 +65,7 @@ class Model:
         forward: Multiplications of a forward pass.
         gradient: Multiplications of a gradient, the forward pass included.
         activations: Numbers that a gradient keeps between its two passes.
-        sample_bytes: The size of a sample, targets included.
+        sample_bytes: The size of a sample, by its tensors: inputs, targets.
     """
 
     name: str
@@ -71,7 +73,7 @@ class Model:
     forward: float
     gradient: float
     activations: float
-    sample_bytes: int
+    sample_bytes: Sequence[int]
 
     @property
     def parameters(self) -> int:
@@ -244,7 +246,7 @@ class Prediction:
 def predict(model: Model, update: Update, machine: Machine, mesh: Mesh) -> Prediction:
     """An update of block-diagonal HF, by the paper's recipe, on a mesh.
 
-    >>> model = Model("two layers", (Part("0", 10, 60.0), Part("1", 10, 40.0)), 20.0, 60.0, 4.0, 8)
+    >>> model = Model("two layers", (Part("0", 10, 60.0), Part("1", 10, 40.0)), 20.0, 60.0, 4.0, (8,))
     >>> machine, update = Machine(1e3, 1e3, 1e3), Update(100, 10, 9)
     >>> one, two = (predict(model, update, machine, Mesh(block)) for block in (1, 2))
     >>> round(one.computing["CG"], 6), round(two.computing["CG"], 6)
@@ -266,11 +268,9 @@ def predict(model: Model, update: Update, machine: Machine, mesh: Mesh) -> Predi
     ]
     summed = [all_reduce("products", NUMBER * part.parameters, mesh.data) for part in model.blocks]
     each = [seconds + message.seconds(machine) for seconds, message in zip(computed, summed, strict=True)]
-    placement = assign(each, mesh.block)
-    slowest = placement.loads.index(placement.time)
-    rows = [
-        [index for index, owner in enumerate(placement.owners) if owner == row] for row in range(mesh.block)
-    ]
+    rows = _rows(model, mesh.block)
+    loads = [sum(each[index] for index in row) for row in rows]
+    slowest = loads.index(max(loads))
     own = rows[slowest]
     kept = max(sum(model.blocks[index].parameters for index in row) for row in rows)
 
@@ -302,8 +302,15 @@ def predict(model: Model, update: Update, machine: Machine, mesh: Mesh) -> Predi
             "step": 4 * NUMBER * model.parameters / machine.memory / share,
         },
         sending={message.purpose: message.seconds(machine) for message in messages},
-        loads=tuple(load / placement.time for load in placement.loads),
+        loads=tuple(load / max(loads) for load in loads),
     )
+
+
+def _rows(model: Model, num_rows: int) -> list[list[int]]:
+    """Which blocks each coordinate owns, as a real mesh places them."""
+    sizes = [part.parameters for part in model.blocks]
+    owners = assign(estimated_costs(sizes, [part.first for part in model.blocks]), num_rows).owners
+    return [[index for index, owner in enumerate(owners) if owner == row] for row in range(num_rows)]
 
 
 def data_parallel_adam(model: Model, update: Update, machine: Machine, ranks: int) -> Prediction:
@@ -346,12 +353,14 @@ def _messages(
     if mesh.ranks == 1:
         return ()
     messages = [
-        all_gather("numbers", 8 * (_HEADER + len(model.blocks)), mesh.ranks),
+        all_gather("numbers", 8 * _HEADER, mesh.ranks),
         all_reduce("sums", NUMBER * (model.parameters + 1), mesh.ranks),  # the loss goes with the gradient
     ]
     if mesh.block > 1:
         samples = math.ceil(update.curvature_batch / mesh.ranks)
-        messages.append(all_gather("samples", samples * model.sample_bytes, mesh.block))
+        messages.append(
+            _together([all_gather("samples", samples * size, mesh.block) for size in model.sample_bytes])
+        )
     if mesh.data > 1:
         own = [model.blocks[index] for index in rows[slowest]]
         flags = all_reduce("products", NUMBER * (len(own) + 1), mesh.data)  # which blocks are formed
@@ -363,12 +372,10 @@ def _messages(
             )
         )
     if mesh.block > 1:
-        # All hand over as much as the one with most.
-        largest = max(
-            sum(8 * _SOLUTION_HEAD + _aligned(NUMBER * model.blocks[index].parameters) for index in row)
-            for row in rows
-        )
-        messages.append(all_gather("directions", largest, mesh.block))
+        # All say something of every block, and hand over as much as the one with most.
+        largest = max(sum(model.blocks[index].parameters for index in row) for row in rows)
+        sizes = 8 * _SOLUTION_HEAD * len(model.blocks), NUMBER * largest
+        messages.append(_together([all_gather("directions", size, mesh.block) for size in sizes]))
     return tuple(messages)
 
 
@@ -395,10 +402,6 @@ def _together(messages: Sequence[Message]) -> Message:
 
 def _log2(ranks: int) -> int:
     return (ranks - 1).bit_length()
-
-
-def _aligned(num_bytes: int) -> int:
-    return -(-num_bytes // 8) * 8
 
 
 def _at_a_time(update: Update, samples: int) -> int:
@@ -447,7 +450,7 @@ def transformer(parameters: float, layers: int, tokens: int, num_blocks: int | N
         forward=layers * layer,
         gradient=3 * layers * layer,
         activations=16 * width * tokens * layers,
-        sample_bytes=2 * 8 * tokens,
+        sample_bytes=(8 * tokens, 8 * tokens),
     )
 
 

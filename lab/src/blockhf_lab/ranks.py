@@ -16,8 +16,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from blockhf.blocks import Group
-from blockhf.distributed import best_shape, estimated_costs, mesh
-from blockhf.distributed.team import Team
+from blockhf.meshes import Collectives, best_shape, estimated_costs, mesh
 
 Value = TypeVar("Value")
 
@@ -27,48 +26,50 @@ class Ranks:
     """This process among the others of a run; with no mesh it is the only one."""
 
     mesh: DeviceMesh | None = None
-    team: Team | None = None
+    collectives: Collectives | None = None
 
     @property
     def number(self) -> int:
-        return 1 if self.team is None else self.team.num_ranks
+        return 1 if self.collectives is None else self.collectives.num_ranks
 
     @property
     def leads(self) -> bool:
         """Whether it is the one that writes and prints."""
-        return self.team is None or self.team.rank == 0
+        return self.collectives is None or self.collectives.rank == 0
 
     @property
     def shape(self) -> str | None:
         """The mesh as on the command line, ``BLOCKxDATA``."""
-        return None if self.team is None else f"{self.team.num_blocks}x{self.team.num_data}"
+        return (
+            None if self.collectives is None else f"{self.collectives.num_blocks}x{self.collectives.num_data}"
+        )
 
     def share(self, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
         """The samples of a batch that this process takes."""
-        if self.team is None:
+        if self.collectives is None:
             return batch
-        size, rank = len(batch[0]), self.team.rank
+        size, rank = len(batch[0]), self.collectives.rank
         start, stop = rank * size // self.number, (rank + 1) * size // self.number
         return batch[0][start:stop], batch[1][start:stop]
 
     def numbers(self, own: Sequence[float]) -> list[list[float]]:
         """Those of all processes, in their order."""
-        return [list(own)] if self.team is None else self.team.numbers(own, "numbers")
+        return [list(own)] if self.collectives is None else self.collectives.numbers(own, "numbers")
 
     def first(self, value: Value) -> Value:
         """The first process's value."""
-        if self.team is None:
+        if self.collectives is None:
             return value
-        found: Value = self.team.objects(value if self.leads else None, "numbers")[0]
+        found: Value = self.collectives.objects(value if self.leads else None, "numbers")[0]
         return found
 
     def average(self, params: Sequence[Tensor], loss: Tensor, num_samples: int) -> Tensor:
         """Make the gradients those of all processes' samples; returns the loss of them all."""
-        if self.team is None:
+        if self.collectives is None:
             return loss
         total = sum(number for (number,) in self.numbers([float(num_samples)]))
         own = [loss, *(torch.zeros_like(param) if param.grad is None else param.grad for param in params)]
-        loss, *gradients = self.team.sum([tensor * (num_samples / total) for tensor in own])
+        loss, *gradients = self.collectives.sum([tensor * (num_samples / total) for tensor in own])
         for param, gradient in zip(params, gradients, strict=True):
             param.grad = gradient
         return loss
@@ -110,10 +111,11 @@ def join(shape: str | None, make_groups: Callable[[], Sequence[Group] | None]) -
     elif (groups := make_groups()) is None:
         chosen = 1, int(os.environ["WORLD_SIZE"])
     else:
-        sizes = [sum(param.numel() for _, param in group["params"]) for group in groups]
-        chosen = best_shape(estimated_costs(sizes), int(os.environ["WORLD_SIZE"]))
+        sizes = [[param.numel() for _, param in group["params"]] for group in groups]
+        costs = estimated_costs([sum(own) for own in sizes], [own[0] for own in sizes])
+        chosen = best_shape(costs, int(os.environ["WORLD_SIZE"]))
     found = mesh(*chosen)
-    return Ranks(found, Team(found))
+    return Ranks(found, Collectives(found))
 
 
 def leave() -> None:

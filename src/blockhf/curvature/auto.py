@@ -8,19 +8,22 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
-from typing import Any
+from dataclasses import dataclass
+from functools import cache
 
 from torch import Tensor
-from torch.utils.flop_counter import FlopCounterMode
 
+from blockhf.batches import batch_size
+from blockhf.curvature.base import Curvature, Products
 from blockhf.curvature.double_backward import DoubleBackward
-from blockhf.curvature.formed import Formed, FormedMatrix, FormingError, lazily
+from blockhf.curvature.formed import Formed, FormingError
 from blockhf.curvature.gauss_newton import GaussNewton
-from blockhf.curvature.products import Curvature, Noted
 from blockhf.curvature.traced import Traced
 from blockhf.fx_graphs import TracingError
-from blockhf.objective import Problem, batch_size
-from blockhf.operators import BlockMatrix
+from blockhf.ledger import GRADIENT, PRODUCT
+from blockhf.linalg import BlockOperator, DenseBlocks, Described
+from blockhf.policy import PolicyState
+from blockhf.samples import Samples
 
 _SMALLEST = 500_000
 """Parameters times samples from which on it pays to look for another way than the double backward."""
@@ -32,7 +35,8 @@ They are traced only where ``compile=True`` says that the run is long.
 """
 
 
-class Auto:
+@dataclass(frozen=True)
+class Auto(Products):
     """Forms small blocks, traces the others, and falls back to the double backward.
 
     Blocks are formed where that takes fewer multiplications than their CG steps. The multiplications of a
@@ -45,85 +49,80 @@ class Auto:
         memory_budget: As for ``Traced``.
     """
 
-    def __init__(self, *, compile: bool = False, memory_budget: int = 0) -> None:
-        self.formed = Formed()
-        self.traced = Traced(compile=compile, memory_budget=memory_budget)
-        self.graph = DoubleBackward(memory_budget=memory_budget)
-        self._forward: dict[Any, int] = {}
-        self._no_forming = ""
-        self._no_tracing = ""
+    compile: bool = False
+    memory_budget: int = 0
 
-    def linearize(self, curvature: Curvature, problem: Problem, num_products: Sequence[int]) -> BlockMatrix:
-        size = sum(block.size for block in problem.blocks) * problem.num_curvature_samples
-        if problem.batch is None or size < _SMALLEST:
-            reason = "no batch to trace with" if problem.batch is None else "too small for other ways to pay"
-            return _by_double_backward(self.graph.linearize(curvature, problem), problem, reason)
+    def linearize(
+        self, curvature: Curvature, samples: Samples, num_products: Sequence[int], state: PolicyState
+    ) -> BlockOperator:
+        size = sum(block.size for block in samples.blocks) * samples.num_samples
+        if samples.batch is None or size < _SMALLEST:
+            reason = "no batch to trace with" if samples.batch is None else "too small for other ways to pay"
+            return self._by_double_backward(curvature, samples, reason)
 
-        dense: dict[int, Tensor] = {}
-        small = self._worth_forming(curvature, problem, num_products)
+        stored: dict[int, Tensor] = {}
+        small = self._worth_forming(curvature, samples, num_products, state)
         if small:
             try:
-                dense = dict(zip(small, self.formed.form(curvature, problem, small), strict=True))
+                stored = dict(zip(small, Formed().form(curvature, samples, small, state), strict=True))
             except FormingError as error:
-                self._no_forming = f" (cannot be formed: {error})"
-        others = lazily(lambda: self._product(curvature, problem))
-        wanted = any(number for index, number in enumerate(num_products) if index not in dense)
+                state.shared["no_forming"] = f" (cannot be formed: {error})"
+        others = cache(lambda: self._products(curvature, samples, num_products, state))
+        wanted = any(number for index, number in enumerate(num_products) if index not in stored)
         if wanted:
             others()
 
         def describe() -> list[str]:
-            notes = others().notes if wanted else ["no products"] * len(problem.blocks)
+            refused = state.shared.get("no_forming", "")
             return [
                 f"formed, {block.size} x {block.size}: cheaper than {num_products[index]} products"
-                if index in dense
-                else notes[index] + self._no_forming
-                for index, block in enumerate(problem.blocks)
+                if index in stored
+                else (others().note(index) if wanted else "no products") + refused
+                for index, block in enumerate(samples.blocks)
             ]
 
-        return Noted(FormedMatrix(dense, others), describe)
+        return Described(DenseBlocks(stored, others), describe)
 
-    def _product(self, curvature: Curvature, problem: Problem) -> Noted:
-        reason = self._no_tracing
-        if not reason and problem.num_nodes > _LONGEST_GRAPH and not self.traced.compile:
-            reason = f"tracing a graph of {problem.num_nodes} nodes takes long; compile=True asks for it"
+    def _products(
+        self, curvature: Curvature, samples: Samples, num_products: Sequence[int], state: PolicyState
+    ) -> BlockOperator:
+        reason = state.shared.get("no_tracing", "")
+        num_nodes = samples.structure.num_nodes
+        if not reason and num_nodes > _LONGEST_GRAPH and not self.compile:
+            reason = f"tracing a graph of {num_nodes} nodes takes long; compile=True asks for it"
         if not reason:
             try:
-                return self.traced.linearize(curvature, problem)
+                traced = Traced(self.compile, self.memory_budget)
+                return traced.linearize(curvature, samples, num_products, state)
             except TracingError as error:
-                reason = self._no_tracing = str(error)
+                reason = state.shared["no_tracing"] = str(error)
                 warnings.warn(
                     f"This objective cannot be traced: {error}. Products are by double backward instead. To "
                     "have it so without a warning, pass products=DoubleBackward().",
                     stacklevel=2,
                 )
-        return _by_double_backward(self.graph.linearize(curvature, problem), problem, reason)
+        return self._by_double_backward(curvature, samples, reason)
 
+    def _by_double_backward(self, curvature: Curvature, samples: Samples, reason: str) -> BlockOperator:
+        operator = DoubleBackward(self.memory_budget).operator(curvature, samples)
+        return Described(operator, lambda: [f"double backward: {reason}"] * len(samples.blocks))
+
+    @staticmethod
     def _worth_forming(
-        self, curvature: Curvature, problem: Problem, num_products: Sequence[int]
+        curvature: Curvature, samples: Samples, num_products: Sequence[int], state: PolicyState
     ) -> list[int]:
-        sizes = [block.size for block in problem.blocks]
-        if self._no_forming or not isinstance(curvature, GaussNewton) or min(sizes) > self.formed.max_size:
+        sizes, max_size = [block.size for block in samples.blocks], Formed().max_size
+        refused = "no_forming" in state.shared
+        if refused or not isinstance(curvature, GaussNewton) or min(sizes) > max_size:
             return []
-        gradient = 3 * self._count(problem) * problem.num_curvature_samples
-        rows = problem.num_curvature_samples * problem.num_outputs
-        small, saved = [], -gradient * problem.num_outputs
+        forward = samples.forward_flops() / batch_size(samples.parts[0].batch)
+        gradient = GRADIENT * forward * samples.num_samples
+        num_outputs = samples.structure.num_outputs
+        rows = samples.num_samples * num_outputs
+        small, saved = [], -gradient * num_outputs
         for index, size in enumerate(sizes):
-            gain = 4 / 3 * gradient * num_products[index] - 2 * rows * size**2
-            if size <= self.formed.max_size and gain > 0:
+            gain = PRODUCT * gradient * num_products[index] - 2 * rows * size**2
+            if size <= max_size and gain > 0:
                 small.append(index)
                 saved += gain
         return small if saved > 0 else []
-
-    def _count(self, problem: Problem) -> float:
-        """Multiplications and additions of the forward pass of one sample."""
-        part = problem.curvature_parts()[0]
-        num_samples = batch_size(part.batch)
-        if num_samples not in self._forward:
-            with problem.meter.once(), FlopCounterMode(display=False) as counter:
-                problem.run(part)
-            self._forward[num_samples] = counter.get_total_flops()
-        return self._forward[num_samples] / num_samples
-
-
-def _by_double_backward(matrix: BlockMatrix, problem: Problem, reason: str) -> Noted:
-    return Noted(matrix, lambda: [f"double backward: {reason}"] * len(problem.blocks))

@@ -16,14 +16,16 @@ import torch
 from torch import Tensor
 
 from blockhf.blocks import Block
-from blockhf.curvature.products import Curvature, PartMatrix, over_parts
-from blockhf.flops import Meter
-from blockhf.objective import Part, Problem, RandomState
-from blockhf.operators import BlockMatrix, gram
+from blockhf.curvature.base import Curvature, Products, over_parts
+from blockhf.isolation import RandomState
+from blockhf.ledger import Ledger
+from blockhf.linalg import BlockOperator, ForwardingOperator
+from blockhf.policy import PolicyState
+from blockhf.samples import Part, Samples
 
 
 @dataclass(frozen=True)
-class DoubleBackward:
+class DoubleBackward(Products):
     """Products by a cached double backward.
 
     Args:
@@ -34,12 +36,17 @@ class DoubleBackward:
     memory_budget: int = 0
 
     def linearize(
-        self, curvature: Curvature, problem: Problem, num_products: Sequence[int] = ()
-    ) -> BlockMatrix:
-        def maker(part: Part) -> Callable[[], PartMatrix]:
-            return _Maker(curvature, problem, part, measure=self.memory_budget > 0)
+        self, curvature: Curvature, samples: Samples, num_products: Sequence[int], state: PolicyState
+    ) -> BlockOperator:
+        return self.operator(curvature, samples)
 
-        return over_parts(problem, maker, self.memory_budget)
+    def operator(self, curvature: Curvature, samples: Samples) -> BlockOperator:
+        """The matrix; it needs to know nothing else."""
+
+        def maker(part: Part) -> Callable[[], BlockOperator]:
+            return _Maker(curvature, samples, part, measure=self.memory_budget > 0)
+
+        return over_parts(samples, maker, self.memory_budget)
 
 
 class Linearization:
@@ -61,6 +68,10 @@ class Linearization:
                     "the outputs from which the loss is computed, or freeze the block with "
                     "requires_grad_(False) or leave it out."
                 )
+
+    @property
+    def sizes(self) -> list[int]:
+        return [block.size for block in self.blocks]
 
     def pushforward(self, block: int, vector: Tensor) -> tuple[Tensor, ...]:
         """``J v`` for a flat vector of a block."""
@@ -86,41 +97,47 @@ class Linearization:
 class _Maker:
     """Linearizes one part, with the same random numbers each time."""
 
-    def __init__(self, curvature: Curvature, problem: Problem, part: Part, *, measure: bool) -> None:
-        self.curvature, self.problem, self.part, self.measure = curvature, problem, part, measure
+    def __init__(self, curvature: Curvature, samples: Samples, part: Part, *, measure: bool) -> None:
+        self.curvature, self.samples, self.part, self.measure = curvature, samples, part, measure
         self._draws: RandomState | None = None
 
-    def __call__(self) -> PartMatrix:
+    def __call__(self) -> BlockOperator:
         sizes: dict[int, int] = {}
+        samples = self.samples
         with _measured(sizes) if self.measure else contextlib.nullcontext():
-            evaluation = self.problem.linearizable(self.part)
-            names = tuple((block.name, block.size) for block in self.problem.blocks)
-            with self.problem.meter.counting("linearization", self.part.shapes, names):
+            evaluation = samples.evaluate(self.part)
+            names = tuple((block.name, block.size) for block in samples.blocks)
+            with samples.ledger.counting("linearization", self.part.shapes, names):
                 if self._draws is None:
-                    self._draws = RandomState(self.problem.devices)
-                    matrix = self.curvature.at(evaluation, self.problem.blocks)
+                    self._draws = RandomState(samples.devices)
+                    operator = self.curvature.at(evaluation, samples.blocks)
                 else:
                     with self._draws.replayed():
-                        matrix = self.curvature.at(evaluation, self.problem.blocks)
-        return _Measured(matrix, sum(sizes.values()), self.problem.meter, (self.part.shapes, names))
+                        operator = self.curvature.at(evaluation, samples.blocks)
+        return _Measured(operator, sum(sizes.values()), samples.ledger, (self.part.shapes, names))
 
 
-@dataclass(frozen=True, eq=False)
-class _Measured:
+class _Measured(ForwardingOperator):
     """A matrix on one part whose memory is known and whose products are counted."""
 
-    matrix: BlockMatrix
-    num_bytes: int
-    meter: Meter
-    shapes: Hashable
+    def __init__(self, operator: BlockOperator, num_bytes: int, ledger: Ledger, shapes: Hashable) -> None:
+        super().__init__(operator)
+        self._num_bytes, self._ledger, self._shapes = num_bytes, ledger, shapes
+
+    @property
+    def num_bytes(self) -> int:
+        return self._num_bytes
 
     def product(self, row: int, column: int, vector: Tensor) -> Tensor:
-        with self.meter.counting("product", self.shapes, row, column):
-            return self.matrix.product(row, column, vector)
+        with self._ledger.counting("product", self._shapes, row, column):
+            return super().product(row, column, vector)
+
+    def products(self, row: int, column: int, vectors: Tensor) -> Tensor:
+        return BlockOperator.products(self, row, column, vectors)
 
     def gram(self, columns: Sequence[int], vectors: Sequence[Tensor]) -> Tensor:
-        with self.meter.counting("gram", self.shapes, tuple(columns)):
-            return gram(self.matrix, columns, vectors)
+        with self._ledger.counting("gram", self._shapes, tuple(columns)):
+            return super().gram(columns, vectors)
 
 
 @contextlib.contextmanager

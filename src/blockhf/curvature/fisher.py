@@ -16,16 +16,17 @@ from torch import Tensor
 from torch.distributions import Distribution
 
 from blockhf.blocks import Block
+from blockhf.curvature.base import Curvature
 from blockhf.curvature.double_backward import Linearization
+from blockhf.linalg import BlockOperator
 from blockhf.objective import Evaluation, check_outputs
-from blockhf.operators import BlockMatrix
 
 
 @dataclass(frozen=True)
-class EmpiricalFisher:
+class EmpiricalFisher(Curvature):
     r""":math:`\frac1N \sum_i g_i g_i^\top` with :math:`g_i` the gradient of sample ``i`` on its target."""
 
-    def at(self, evaluation: Evaluation, blocks: Sequence[Block]) -> BlockMatrix:
+    def at(self, evaluation: Evaluation, blocks: Sequence[Block]) -> BlockOperator:
         check_outputs(evaluation)
         num_samples = _check_samples(evaluation)
         slopes = torch.autograd.grad(
@@ -37,7 +38,7 @@ class EmpiricalFisher:
 
 
 @dataclass(frozen=True)
-class MonteCarloFisher:
+class MonteCarloFisher(Curvature):
     r""":math:`\frac1N \sum_i \mathbb{E}\, g_i g_i^\top` over targets drawn from the model's own prediction.
 
     Its mean is the Gauss-Newton matrix where the loss is the negative log likelihood in the natural
@@ -57,7 +58,7 @@ class MonteCarloFisher:
         if self.num_draws < 1:
             raise ValueError(f"num_draws is {self.num_draws}, but must be at least 1.")
 
-    def at(self, evaluation: Evaluation, blocks: Sequence[Block]) -> BlockMatrix:
+    def at(self, evaluation: Evaluation, blocks: Sequence[Block]) -> BlockOperator:
         check_outputs(evaluation)
         num_samples = _check_samples(evaluation)
         leaves = tuple(output.detach().requires_grad_() for output in evaluation.outputs)
@@ -77,10 +78,14 @@ class MonteCarloFisher:
 
 
 @dataclass(frozen=True, eq=False)
-class _Matrix:
+class _Matrix(BlockOperator):
     linearization: Linearization
     draws: Sequence[Sequence[Tensor]]
     weight: float
+
+    @property
+    def sizes(self) -> Sequence[int]:
+        return self.linearization.sizes
 
     def product(self, row: int, column: int, vector: Tensor) -> Tensor:
         tangents = self.linearization.pushforward(column, vector)

@@ -10,39 +10,35 @@ network. The matrix is checked against a product by double backward before it is
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.func import functional_call, grad, vmap
 
+from blockhf.batches import rebuild, take, tensors_of
 from blockhf.blocks import Block
+from blockhf.curvature.base import Curvature, Products, disagreement
 from blockhf.curvature.double_backward import DoubleBackward
 from blockhf.curvature.gauss_newton import GaussNewton
 from blockhf.curvature.host import Host
-from blockhf.curvature.products import Curvature, Noted, disagreement
 from blockhf.fx_graphs import TracingError
-from blockhf.objective import (
-    Evaluation,
-    Part,
-    Problem,
-    check_outputs,
-    rebuild,
-    take,
-    tensors_of,
-    twice_differentiable,
-)
-from blockhf.operators import BlockMatrix, gram
-
-Matrix = TypeVar("Matrix", bound=BlockMatrix)
+from blockhf.isolation import twice_differentiable
+from blockhf.linalg import BlockOperator, DenseBlocks, Described
+from blockhf.objective import Evaluation, check_outputs
+from blockhf.policy import PolicyState
+from blockhf.samples import Part, Samples
 
 
 class FormingError(Exception):
     """The matrix cannot be formed; the message says why."""
 
 
-class Formed:
+@dataclass(frozen=True)
+class Formed(Products):
     """Products with Gauss-Newton matrices that are formed once a step.
 
     Args:
@@ -50,102 +46,79 @@ class Formed:
         max_size: The largest block to form.
     """
 
-    def __init__(self, *, memory_budget: int = 2**26, max_size: int = 4096) -> None:
-        self.memory_budget, self.max_size = memory_budget, max_size
-        self._checked: set[Any] = set()
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_checked": set()}
+    memory_budget: int = 2**26
+    max_size: int = 4096
 
     def linearize(
-        self, curvature: Curvature, problem: Problem, num_products: Sequence[int] = ()
-    ) -> BlockMatrix:
+        self, curvature: Curvature, samples: Samples, num_products: Sequence[int], state: PolicyState
+    ) -> BlockOperator:
         """The matrix; raises ``FormingError`` where it cannot be formed."""
-        for block in problem.blocks:
+        for block in samples.blocks:
             if block.size > self.max_size:
                 raise FormingError(
                     f"block {block.name!r} has {block.size} parameters, more than max_size, {self.max_size}"
                 )
-        everything = range(len(problem.blocks))
-        fallback = lazily(lambda: DoubleBackward().linearize(curvature, problem))
-        matrices = self.form(curvature, problem, everything)
-        notes = [f"formed, {block.size} x {block.size}" for block in problem.blocks]
-        return Noted(FormedMatrix(dict(zip(everything, matrices, strict=True)), fallback), lambda: notes)
+        everything = range(len(samples.blocks))
+        fallback = cache(lambda: DoubleBackward().operator(curvature, samples))
+        stored = dict(zip(everything, self.form(curvature, samples, everything, state), strict=True))
+        notes = [f"formed, {block.size} x {block.size}" for block in samples.blocks]
+        return Described(DenseBlocks(stored, fallback), lambda: notes)
 
-    def form(self, curvature: Curvature, problem: Problem, indices: Sequence[int]) -> list[Tensor]:
-        """The matrices of some blocks on the curvature batch."""
+    def form(
+        self, curvature: Curvature, samples: Samples, indices: Sequence[int], state: PolicyState
+    ) -> list[Tensor]:
+        """The matrices of some blocks."""
         if not isinstance(curvature, GaussNewton):
             raise FormingError(f"{type(curvature).__name__} is not formed, only GaussNewton is")
-        if problem.batch is None:
+        if samples.batch is None:
             raise FormingError("an objective of no arguments has no samples to tell apart")
-        blocks = [problem.blocks[index] for index in indices]
+        blocks = [samples.blocks[index] for index in indices]
         totals = [block.params[0].new_zeros(block.size, block.size) for block in blocks]
-        for part in problem.curvature_parts():
-            self._add(problem, part, blocks, totals)
-        self._check(curvature, problem, indices, totals)
+        checked: set[Any] = state.cache.setdefault("checked", set())
+        key = _modes(samples)
+        for part in samples.parts:
+            self._add(samples, part, blocks, totals, is_checked=key in checked)
+        if key not in checked:
+            with samples.ledger.once():
+                self._check(curvature, samples, dict(zip(indices, totals, strict=True)))
+            checked.add(key)
         return totals
 
-    def _add(self, problem: Problem, part: Part, blocks: Sequence[Block], totals: Sequence[Tensor]) -> None:
-        evaluation = problem.linearizable(part)
-        if _modes(problem) not in self._checked:  # it walks through the whole graph
+    def _add(
+        self,
+        samples: Samples,
+        part: Part,
+        blocks: Sequence[Block],
+        totals: Sequence[Tensor],
+        *,
+        is_checked: bool,
+    ) -> None:
+        evaluation = samples.evaluate(part)
+        if not is_checked:  # it walks through the whole graph
             check_outputs(evaluation)
         hessians = _output_hessians(evaluation)
         num_outputs = hessians.shape[-1]
-        jacobian = _Jacobian(problem, part, blocks, num_outputs)
+        jacobian = _Jacobian(samples, part, blocks, num_outputs)
         bytes_per_sample = 3 * num_outputs * sum(block.size for block in blocks) * hessians.element_size()
         chunk = max(1, self.memory_budget // bytes_per_sample)
-        with problem.meter.counting("forming", part.shapes, tuple((b.name, b.size) for b in blocks)):
+        with samples.ledger.counting("forming", part.shapes, tuple((b.name, b.size) for b in blocks)):
             for start in range(0, len(hessians), chunk):
                 stop = min(start + chunk, len(hessians))
                 own = hessians[start:stop] * part.weight
-                rows_of_blocks = jacobian.rows(start, stop)
-                for total, rows in zip(totals, rows_of_blocks, strict=True):
+                for total, rows in zip(totals, jacobian.rows(start, stop), strict=True):
                     curved = own @ rows.view(stop - start, num_outputs, -1)
                     total.addmm_(rows.T, curved.flatten(0, 1))
 
-    def _check(
-        self, curvature: Curvature, problem: Problem, indices: Sequence[int], matrices: Sequence[Tensor]
-    ) -> None:
-        key = _modes(problem)
-        if key in self._checked:
-            return
-        with problem.meter.once():
-            reference = DoubleBackward().linearize(curvature, problem)
-            formed = FormedMatrix(dict(zip(indices, matrices, strict=True)), lambda: reference)
-            for index, matrix in formed.dense.items():
-                if off := disagreement(formed, reference, index, len(matrix), matrix):
-                    raise FormingError(
-                        f"the samples see each other: the matrix of block {problem.blocks[index].name!r}, "
-                        f"formed sample by sample, is off by {off:.1e}"
-                    )
-        self._checked.add(key)
-
-
-class FormedMatrix:
-    """Diagonal blocks of which some are there, and the rest by other means."""
-
-    def __init__(self, dense: dict[int, Tensor], other: Callable[[], BlockMatrix]) -> None:
-        self.dense, self.other = dense, other
-
-    def product(self, row: int, column: int, vector: Tensor) -> Tensor:
-        if row == column and row in self.dense:
-            return self.dense[row] @ vector
-        return self.other().product(row, column, vector)
-
-    def gram(self, columns: Sequence[int], vectors: Sequence[Tensor]) -> Tensor:
-        return gram(self.other(), columns, vectors)
-
-
-def lazily(make: Callable[[], Matrix]) -> Callable[[], Matrix]:
-    """A function that makes the matrix when it is first asked for."""
-    made: list[Matrix] = []
-
-    def get() -> Matrix:
-        if not made:
-            made.append(make())
-        return made[0]
-
-    return get
+    @staticmethod
+    def _check(curvature: Curvature, samples: Samples, stored: Mapping[int, Tensor]) -> None:
+        reference = DoubleBackward().operator(curvature, samples)
+        formed = DenseBlocks(stored, lambda: reference)
+        for index, matrix in stored.items():
+            if off := disagreement(formed, reference, index, len(matrix), matrix):
+                raise FormingError(
+                    f"the samples see each other: the matrix of block {samples.blocks[index].name!r}, "
+                    f"formed sample by sample, is off by {off:.1e}"
+                )
 
 
 def _output_hessians(evaluation: Evaluation) -> Tensor:
@@ -174,11 +147,16 @@ def _output_hessians(evaluation: Evaluation) -> Tensor:
 class _Jacobian:
     """From a range of samples to each block's Jacobian, (samples · outputs) × parameters."""
 
-    def __init__(self, problem: Problem, part: Part, blocks: Sequence[Block], num_outputs: int) -> None:
-        self.problem, self.part, self.blocks, self.num_outputs = problem, part, blocks, num_outputs
+    def __init__(self, samples: Samples, part: Part, blocks: Sequence[Block], num_outputs: int) -> None:
+        self.objective, self.part, self.blocks, self.num_outputs = (
+            samples.objective,
+            part,
+            blocks,
+            num_outputs,
+        )
         self.params = [param for block in blocks for param in block.params]
         self.sampled = [tensor.dim() > 0 for tensor in tensors_of(part.batch)]
-        self._host = Host(problem.modules)
+        self._host = Host(samples.structure.modules)
         try:
             self._names = self._host.owners(self.params)
         except TracingError as error:
@@ -223,13 +201,13 @@ class _Jacobian:
         stand_ins = {name: values[index] for name, index in self._names.items()}
 
         def call() -> Any:
-            return self.problem.objective(rebuild(self.part.batch, sample))
+            return self.objective(rebuild(self.part.batch, sample))
 
         outputs, _ = functional_call(self._host, stand_ins, (call,), tie_weights=False)
         flat = [tensor.reshape(-1) for tensor in tensors_of(outputs) if tensor.is_floating_point()]
         return torch.cat(flat) @ direction
 
 
-def _modes(problem: Problem) -> Any:
+def _modes(samples: Samples) -> Any:
     """The modules and whether they are being trained: what a look at the objective holds for."""
-    return tuple((id(module), module.training) for module in problem.modules)
+    return tuple((id(module), module.training) for module in samples.structure.modules)

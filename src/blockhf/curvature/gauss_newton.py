@@ -9,21 +9,21 @@ import torch
 from torch import Tensor
 
 from blockhf.blocks import Block
+from blockhf.curvature.base import Curvature, JacobianForm
 from blockhf.curvature.double_backward import Linearization
-from blockhf.curvature.products import JacobianForm, inner
+from blockhf.linalg import BlockOperator
 from blockhf.objective import Evaluation, check_outputs
-from blockhf.operators import BlockMatrix
 
 
 @dataclass(frozen=True)
-class GaussNewton:
+class GaussNewton(Curvature):
     r""":math:`G = J^\top H J` with ``J`` of the outputs and ``H`` of the loss (Schraudolph, 2002).
 
     ``H`` is applied by differentiating the objective's own loss with respect to its outputs, so any loss
     will do. The matrix is positive semi-definite where the loss is convex in the outputs.
     """
 
-    def at(self, evaluation: Evaluation, blocks: Sequence[Block]) -> BlockMatrix:
+    def at(self, evaluation: Evaluation, blocks: Sequence[Block]) -> BlockOperator:
         check_outputs(evaluation)
         outputs = evaluation.outputs
         slopes = torch.autograd.grad(
@@ -46,9 +46,9 @@ class _Matrix(JacobianForm):
     slopes: tuple[Tensor, ...]
     curved: tuple[bool, ...]
 
-    def product(self, row: int, column: int, vector: Tensor) -> Tensor:
-        _, curved = self.halves(column, vector)
-        return self.way_back(row, curved)
+    @property
+    def sizes(self) -> Sequence[int]:
+        return self.linearization.sizes
 
     def halves(self, column: int, vector: Tensor) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
         tangents = self.linearization.pushforward(column, vector)
@@ -56,9 +56,6 @@ class _Matrix(JacobianForm):
 
     def way_back(self, row: int, curved: Sequence[Tensor]) -> Tensor:
         return self.linearization.pullback(row, curved)
-
-    def gram(self, columns: Sequence[int], vectors: Sequence[Tensor]) -> Tensor:
-        return inner([self.halves(column, vector) for column, vector in zip(columns, vectors, strict=True)])
 
     def _hessian(self, tangents: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """``H`` times a tangent of the outputs."""

@@ -2,31 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, fx, nn
 from torch.func import functional_call
 
+from blockhf.batches import batch_size, rebuild, tensors_of
 from blockhf.blocks import Block
+from blockhf.curvature.base import Curvature, JacobianForm, inner
 from blockhf.curvature.host import Host
-from blockhf.curvature.products import Curvature, JacobianForm, inner
 from blockhf.curvature.rewrites import extract, functional, hoist, record, restrict, simplify, write_results
-from blockhf.flops import Meter, entries_besides, flops_of_graph
+from blockhf.flops import entries_besides, flops_of_graph
 from blockhf.fx_graphs import TracingError, dependent_on, is_mutable, reuse_memory
-from blockhf.objective import (
-    Evaluation,
-    Objective,
-    Part,
-    Problem,
-    batch_size,
-    evaluate,
-    rebuild,
-    tensors_of,
-    twice_differentiable,
-)
-from blockhf.operators import gram_by_products
+from blockhf.isolation import twice_differentiable
+from blockhf.ledger import Ledger
+from blockhf.linalg import BlockOperator
+from blockhf.objective import Evaluation, Objective, evaluate
+from blockhf.samples import Part, Samples
 
 if TYPE_CHECKING:
     from blockhf.compile.fused import Compiled
@@ -81,13 +75,14 @@ class Trace:
                     tie_weights=False,
                 )
                 matrix = curvature.at(evaluation, [_Pieces("all", tuple(params))])
+                vector: Any = _Vector(vectors)
                 tangents: Sequence[Tensor] = ()
                 curved: Sequence[Tensor] = ()
                 if isinstance(matrix, JacobianForm):
-                    tangents, curved = matrix.halves(0, vectors)
+                    tangents, curved = matrix.halves(0, vector)
                     products = matrix.way_back(0, curved)
                 else:
-                    products = matrix.product(0, 0, vectors)
+                    products = matrix.product(0, 0, vector)
                 self._num_halves = len(tangents)
                 return *products, *tangents, *curved, evaluation.loss.detach()
 
@@ -104,16 +99,15 @@ class Trace:
         except Exception as error:  # whatever an operation without a rule for tracing may raise
             raise TracingError(f"{type(error).__name__}: {str(error).strip().splitlines()[0]}") from error
 
-    def at(self, problem: Problem, part: Part) -> tuple[TracedPart, Tensor]:
+    def at(self, samples: Samples, part: Part) -> tuple[TracedPart, Tensor]:
         """The matrix on the samples of a part, and the loss there."""
-        assert part.start is not None
-        params = [param for block in problem.blocks for param in block.params]
-        with part.start.replayed():
-            residuals, loss = self.residuals(params, part.batch)
-        problem.work.num_linearizations += 1
-        problem.work.linearized_samples += batch_size(part.batch)
-        problem.meter.add("linearization", self._fixed_flops)
-        return TracedPart(self, problem.blocks, residuals, problem.meter), loss
+        with samples.start_of(part).replayed():
+            residuals, loss = self.residuals(samples.params, part.batch)
+        ledger = samples.ledger
+        ledger.work.num_linearizations += 1
+        ledger.work.linearized_samples += batch_size(part.batch)
+        ledger.add("linearization", self._fixed_flops)
+        return TracedPart(self, samples.blocks, residuals, ledger), loss
 
     def _split(self, recorded: fx.GraphModule, num_fixed: int) -> None:
         graph = recorded.graph
@@ -248,13 +242,17 @@ class _InPlace(Product):
         return result
 
 
-class TracedPart:
+class TracedPart(BlockOperator):
     """The matrix on one part of the batch."""
 
     def __init__(
-        self, trace: Trace, blocks: Sequence[Block], residuals: Sequence[Tensor], meter: Meter
+        self, trace: Trace, blocks: Sequence[Block], residuals: Sequence[Tensor], ledger: Ledger
     ) -> None:
-        self.trace, self.blocks, self.residuals, self.meter = trace, blocks, residuals, meter
+        self.trace, self.blocks, self.residuals, self.ledger = trace, blocks, residuals, ledger
+
+    @property
+    def sizes(self) -> Sequence[int]:
+        return [block.size for block in self.blocks]
 
     @property
     def num_bytes(self) -> int:
@@ -267,18 +265,18 @@ class TracedPart:
 
     def product(self, row: int, column: int, vector: Tensor) -> Tensor:
         function = self.trace.product(row, column)
-        self.meter.add("product", function.flops)
+        self.ledger.add("product", function.flops)
         with torch.no_grad():
             return function(self.residuals, self.blocks[row], self.blocks[column], vector)
 
     def gram(self, columns: Sequence[int], vectors: Sequence[Tensor]) -> Tensor:
         if not self.trace.has_halves:  # as with the Hessian
-            return gram_by_products(self, columns, vectors)
+            return super().gram(columns, vectors)
         return inner([self._halves(*pair) for pair in zip(columns, vectors, strict=True)])
 
     def _halves(self, column: int, vector: Tensor) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
         function = self.trace.halves(column)
-        self.meter.add("gram", function.flops)
+        self.ledger.add("gram", function.flops)
         with torch.no_grad():
             results = function.results(self.residuals, self.blocks[column], vector)
         return results[: len(results) // 2], results[len(results) // 2 :]
@@ -291,7 +289,26 @@ class _Pieces(Block):
         return vector
 
     def flatten(self, tensors: Sequence[Tensor | None]) -> Any:
-        return [
-            torch.zeros_like(param) if tensor is None else tensor
-            for param, tensor in zip(self.params, tensors, strict=True)
-        ]
+        pairs = zip(self.params, tensors, strict=True)
+        return _Vector([torch.zeros_like(param) if tensor is None else tensor for param, tensor in pairs])
+
+
+class _Vector:
+    """A vector in pieces, with the arithmetic of a vector, so that a curvature can add up products."""
+
+    def __init__(self, pieces: Sequence[Tensor]) -> None:
+        self.pieces = pieces
+
+    def __iter__(self) -> Iterator[Tensor]:
+        return iter(self.pieces)
+
+    def __add__(self, other: _Vector) -> _Vector:
+        return _Vector([a + b for a, b in zip(self.pieces, other.pieces, strict=True)])
+
+    def __sub__(self, other: _Vector) -> _Vector:
+        return self + -1 * other
+
+    def __mul__(self, number: float | Tensor) -> _Vector:
+        return _Vector([piece * number for piece in self.pieces])
+
+    __rmul__ = __mul__

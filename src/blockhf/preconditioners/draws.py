@@ -47,11 +47,6 @@ class Noise:
     def normal(self, like: Tensor) -> Tensor:
         return self.rows(like, lambda rows, generator: rows.normal_(generator=generator))
 
-    def signs(self, like: Tensor) -> Tensor:
-        return self.rows(
-            like, lambda rows, generator: rows.bernoulli_(0.5, generator=generator).mul_(2).sub_(1)
-        )
-
 
 def curvature_draw(evaluation: Evaluation, noise: Noise) -> list[Tensor]:
     r"""A draw with covariance ``H``, the second derivatives of the loss by the outputs.
@@ -82,22 +77,6 @@ def curvature_draw(evaluation: Evaluation, noise: Noise) -> list[Tensor]:
         )
 
     return split(_square_root(product, noise.normal(join([output.detach() for output in outputs]))))
-
-
-def signed_slopes(evaluation: Evaluation, noise: Noise) -> list[Tensor]:
-    """The slopes of the samples' losses by the outputs, each with a random sign.
-
-    Back-propagated, their covariance is the empirical Fisher matrix.
-    """
-    slopes = torch.autograd.grad(
-        evaluation.loss, evaluation.outputs, retain_graph=True, allow_unused=True, materialize_grads=True
-    )
-    join, split = _rows(evaluation.outputs, evaluation.num_samples)
-    rows = join(slopes)
-    signs = noise.signs(rows[:, :1])
-    # A mean loss has the slopes r / N, and the mean of r rᵀ is to be had from r / √N.
-    scale = (evaluation.num_samples or 1) ** 0.5 if evaluation.reduction == "mean" else 1.0
-    return split(rows * (scale * signs))
 
 
 def _rows(

@@ -21,14 +21,22 @@ from torch.autograd.graph import GradientEdge
 
 from blockhf._torch import saved
 from blockhf.blocks import Block
-from blockhf.flops import Meter
-from blockhf.objective import Evaluation, Part, Problem, Total
-from blockhf.operators import BlockMatrix, LinearOperator
+from blockhf.ledger import Ledger
+from blockhf.linalg import BlockOperator, LinearOperator
+from blockhf.objective import Evaluation
+from blockhf.policy import PolicyState
+from blockhf.preconditioners.base import Preconditioner
 from blockhf.preconditioners.draws import Noise, curvature_draw
 from blockhf.preconditioners.parameter_uses import Use, find_uses
+from blockhf.ranks import Ranks
+from blockhf.samples import Part, Samples
+
+Factors = dict[str, dict[str, Tensor]]
+"""Of a block: by the place of a parameter, the factors of inputs and cotangents and their inverses."""
 
 
-class Kronecker:
+@dataclass(frozen=True)
+class Kronecker(Preconditioner):
     r"""Inverts :math:`A \otimes S + \lambda I` in factors, for every matrix of a network.
 
     The factors are averages over the steps, with the weight of the past growing to ``decay``. The damping is
@@ -43,103 +51,74 @@ class Kronecker:
         seed: Of the random cotangents, which leave torch's own random numbers alone.
     """
 
-    def __init__(self, *, decay: float = 0.95, every: int = 1, max_size: int = 8192, seed: int = 0) -> None:
-        if not 0 <= decay < 1:
-            raise ValueError(f"decay is {decay}, but must be at least 0 and below 1.")
-        if every < 1 or max_size < 1:
-            raise ValueError(f"every and max_size are {every} and {max_size}, but must be at least 1.")
-        self.decay, self.every, self.max_size, self.seed = decay, every, max_size, seed
-        self._num_steps = 0
-        self._factors: dict[str, dict[str, Tensor]] = {}
+    decay: float = 0.95
+    every: int = 1
+    max_size: int = 8192
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.decay < 1:
+            raise ValueError(f"decay is {self.decay}, but must be at least 0 and below 1.")
+        if self.every < 1 or self.max_size < 1:
+            raise ValueError(
+                f"every and max_size are {self.every} and {self.max_size}, but must be at least 1."
+            )
 
     def prepare(
-        self, problem: Problem, matrix: BlockMatrix, dampings: Sequence[float]
+        self, samples: Samples, operator: BlockOperator, dampings: Sequence[float], state: PolicyState
     ) -> Sequence[LinearOperator | None]:
-        """The inverses; none for blocks whose matrix is there, nor where the objective gives no outputs."""
-        formed = getattr(matrix, "dense", {})
-        chosen = [index for index in range(len(problem.blocks)) if index not in formed]
+        """The inverses; none for blocks whose matrix is stored, nor where the objective gives no outputs."""
+        inverses: list[LinearOperator | None] = [None] * len(samples.blocks)
+        chosen = [index for index in range(len(samples.blocks)) if operator.dense(index) is None]
         if not chosen:
-            return [None] * len(problem.blocks)
-        self._num_steps += 1
-        blocks = [problem.blocks[index] for index in chosen]
-        groups = self._measure(problem, blocks)
-        inverses: list[LinearOperator | None] = [None] * len(problem.blocks)
+            return inverses
+        num_steps = state.shared["num_steps"] = state.shared.get("num_steps", 0) + 1
+        groups = self._measure(samples, [samples.blocks[index] for index in chosen], state)
         if not groups:
             return inverses
-        due = self._num_steps <= self.every or self._num_steps % self.every == 0
+        due = num_steps <= self.every or num_steps % self.every == 0
+        names = {index: samples.blocks[index].name for index in chosen}
+        factors = {index: _factors(state, names[index]) for index in chosen}
         late = [
             index
             for index in chosen
-            if due or any(map(self._lacks_inverse, groups[problem.blocks[index].name]))
+            if due or any(group.lacks_inverse(factors[index]) for group in groups[names[index]])
         ]
         if late:
-            with problem.meter.counting("inversion", *(problem.blocks[index].name for index in late)):
+            with samples.ledger.counting("inversion", *(names[index] for index in late)):
                 for index in late:
-                    self._invert(groups[problem.blocks[index].name], dampings[index])
+                    _invert(groups[names[index]], factors[index], dampings[index])
         for index in chosen:
-            block = problem.blocks[index]
             inverses[index] = _Inverse(
-                block, groups[block.name], self._factors, dampings[index], problem.meter
+                samples.blocks[index], groups[names[index]], factors[index], dampings[index], samples.ledger
             )
         return inverses
 
-    def forget(self, names: set[str]) -> None:
-        """Drop what is known of blocks that are solved elsewhere."""
-        self._factors = {
-            key: own for key, own in self._factors.items() if key.rpartition("/")[0] not in names
-        }
-
-    def state_dict(self) -> dict[str, Any]:
-        factors = {
-            key: {name: tensor.clone() for name, tensor in own.items()} for key, own in self._factors.items()
-        }
-        return {"num_steps": self._num_steps, "factors": factors}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self._num_steps = int(state["num_steps"])
-        self._factors = {
-            key: {name: tensor.clone() for name, tensor in own.items()}
-            for key, own in state["factors"].items()
-        }
-
-    def _measure(self, problem: Problem, blocks: Sequence[Block]) -> dict[str, list[_Group]]:
+    def _measure(
+        self, samples: Samples, blocks: Sequence[Block], state: PolicyState
+    ) -> dict[str, list[_Group]]:
         """Take the new step's factors into the averages; returns what belongs together, for each block."""
         totals = _Totals()
         groups: dict[str, list[_Group]] = {}
+        num_steps = state.shared["num_steps"]
+        names = tuple(block.name for block in blocks)
         with torch.enable_grad():
-            for part in problem.curvature_parts():
-                evaluation = problem.linearizable(part, fresh=True)
+            for part in samples.parts:
+                evaluation = samples.evaluate(part, fresh=True)
                 if not evaluation.outputs:  # the loss alone, as will do for the Hessian
                     return {}
-                with problem.meter.counting("factors", part.shapes, tuple(block.name for block in blocks)):
+                with samples.ledger.counting("factors", part.shapes, names):
                     uses = find_uses(
                         evaluation.outputs, [param for block in blocks for param in block.params]
                     )
                     groups = _grouped(uses, blocks)
-                    self._backward(evaluation, part, groups, uses, totals)
-        if problem.total is not None:
-            totals.add_up(problem.total)
-        weight = min(1 - 1 / self._num_steps, self.decay)
-        for key, own in totals.finish().items():
-            if not all(bool(tensor.isfinite().all()) for tensor in own.values()):
-                continue
-            known = self._factors.get(key, {})
-            if any(name not in known or known[name].shape != tensor.shape for name, tensor in own.items()):
-                # New, or what is known belongs to a parameter that had this place before others were frozen.
-                self._factors[key] = dict(own)
-                continue
-            if any(
-                known[name].dtype != own[name].dtype or known[name].device != own[name].device for name in own
-            ):
-                # Loaded for parameters of another kind; inverses are made anew.
-                known = self._factors[key] = {name: known[name].to(tensor) for name, tensor in own.items()}
-            for name, tensor in own.items():
-                known[name].mul_(weight).add_(tensor, alpha=1 - weight)
+                    self._backward(evaluation, part, groups, uses, totals, self.seed + num_steps)
+        totals.add_up(samples.ranks)
+        weight = min(1 - 1 / num_steps, self.decay)
+        for (block, place), own in totals.finish().items():
+            if all(bool(tensor.isfinite().all()) for tensor in own.values()):
+                _average(_factors(state, block), place, own, weight)
         return groups
-
-    def _lacks_inverse(self, group: _Group) -> bool:
-        own = self._factors.get(group.key, {})
-        return group.factored and "inputs" in own and "inverse inputs" not in own
 
     def _backward(
         self,
@@ -148,8 +127,8 @@ class Kronecker:
         groups: Mapping[str, Sequence[_Group]],
         uses: Mapping[Tensor, Sequence[Use]],
         totals: _Totals,
+        seed: int,
     ) -> None:
-        seed = self.seed + self._num_steps
         draw = curvature_draw(evaluation, Noise(seed, part.place))
         scale = part.weight**0.5
         everything = [group for own in groups.values() for group in own]
@@ -176,17 +155,37 @@ class Kronecker:
                 square = torch.zeros_like(group.weight) if gradient is None else gradient.square()
                 totals.add_diagonal(group.key, square.reshape(-1))
 
-    def _invert(self, groups: Sequence[_Group], damping: float) -> None:
-        for group in groups:
-            own = self._factors.get(group.key, {})
-            if not group.factored or "inputs" not in own:
-                continue
-            A, S = own["inputs"], own["cotangents"]
-            mean_A, mean_S = _mean_eigenvalue(A), _mean_eigenvalue(S)
-            pi = torch.where((mean_A > 0) & (mean_S > 0), mean_A / mean_S, 1.0).sqrt()
-            root = damping**0.5
-            own["inverse inputs"] = _inverse(A, torch.maximum(pi * root, 1e-6 * mean_A))
-            own["inverse cotangents"] = _inverse(S, torch.maximum(root / pi, 1e-6 * mean_S))
+
+def _factors(state: PolicyState, block: str) -> Factors:
+    factors: Factors = state.of(block).setdefault("factors", {})
+    return factors
+
+
+def _average(factors: Factors, place: str, own: dict[str, Tensor], weight: float) -> None:
+    """Take new factors into the averages, where the past has so much weight."""
+    known = factors.get(place, {})
+    if any(name not in known or known[name].shape != tensor.shape for name, tensor in own.items()):
+        # New, or what is known belongs to a parameter that had this place before others were frozen.
+        factors[place] = dict(own)
+        return
+    if any(known[name].dtype != own[name].dtype or known[name].device != own[name].device for name in own):
+        # Loaded for parameters of another kind; inverses are made anew.
+        known = factors[place] = {name: known[name].to(tensor) for name, tensor in own.items()}
+    for name, tensor in own.items():
+        known[name].mul_(weight).add_(tensor, alpha=1 - weight)
+
+
+def _invert(groups: Sequence[_Group], factors: Factors, damping: float) -> None:
+    for group in groups:
+        own = factors.get(group.place, {})
+        if not group.factored or "inputs" not in own:
+            continue
+        A, S = own["inputs"], own["cotangents"]
+        mean_A, mean_S = _mean_eigenvalue(A), _mean_eigenvalue(S)
+        pi = torch.where((mean_A > 0) & (mean_S > 0), mean_A / mean_S, 1.0).sqrt()
+        root = damping**0.5
+        own["inverse inputs"] = _inverse(A, torch.maximum(pi * root, 1e-6 * mean_A))
+        own["inverse cotangents"] = _inverse(S, torch.maximum(root / pi, 1e-6 * mean_S))
 
 
 @dataclass(frozen=True, eq=False)
@@ -195,16 +194,16 @@ class _Inverse:
 
     block: Block
     groups: Sequence[_Group]
-    factors: Mapping[str, Mapping[str, Tensor]]
+    factors: Factors
     damping: float
-    meter: Meter
+    ledger: Ledger
 
     def __matmul__(self, vector: Tensor) -> Tensor:
         pieces = self.block.unflatten(vector)
         results: list[Tensor | None] = [None] * len(pieces)
-        with self.meter.counting("preconditioner", self.block.name):
+        with self.ledger.counting("preconditioner", self.block.name):
             for group in self.groups:
-                own = self.factors.get(group.key, {})
+                own = self.factors.get(group.place, {})
                 if group.factored and "inverse inputs" in own:
                     for index, result in group.split(self._solve(own, group.join(pieces))):
                         results[index] = result
@@ -229,7 +228,7 @@ class _Group:
     """A matrix with the bias that is added to its product, or a parameter by itself.
 
     Attributes:
-        key: Its name among the factors.
+        block: The block's name.
         index: Where the weight is in the block.
         weight: The parameter.
         factored: Whether it has factors, and not a diagonal.
@@ -237,12 +236,26 @@ class _Group:
         bias: Where the bias is in the block.
     """
 
-    key: str
+    block: str
     index: int
     weight: Tensor
     factored: bool = False
     flipped: bool = False
     bias: int | None = None
+
+    @property
+    def place(self) -> str:
+        """Its name among the factors of its block."""
+        return str(self.index)
+
+    @property
+    def key(self) -> tuple[str, str]:
+        """Its name among the factors of all blocks."""
+        return self.block, self.place
+
+    def lacks_inverse(self, factors: Factors) -> bool:
+        own = factors.get(self.place, {})
+        return self.factored and "inputs" in own and "inverse inputs" not in own
 
     @property
     def members(self) -> list[int]:
@@ -266,36 +279,34 @@ class _Group:
 class _Totals:
     """Sums over positions, calls and parts."""
 
-    sums: dict[str, dict[str, Tensor]] = field(default_factory=dict)
-    positions: dict[str, float] = field(default_factory=dict)
+    sums: dict[tuple[str, str], dict[str, Tensor]] = field(default_factory=dict)
 
-    def add(self, key: str, inputs: Tensor, cotangents: Tensor, positions: int) -> None:
+    def add(self, key: tuple[str, str], inputs: Tensor, cotangents: Tensor, positions: int) -> None:
         own = self.sums.setdefault(key, {})
         self._into(own, "inputs", inputs)
         self._into(own, "cotangents", cotangents)
-        self.positions[key] = self.positions.get(key, 0) + positions
+        number = torch.full((), positions, dtype=torch.float32, device=inputs.device)
+        self._into(own, "positions", number)
 
-    def add_diagonal(self, key: str, diagonal: Tensor) -> None:
+    def add_diagonal(self, key: tuple[str, str], diagonal: Tensor) -> None:
         self._into(self.sums.setdefault(key, {}), "diagonal", diagonal)
 
-    def add_up(self, total: Total) -> None:
+    def add_up(self, ranks: Ranks) -> None:
         """Over the processes that have the samples between them."""
         places = [(key, name) for key, own in self.sums.items() for name in own]
-        if not places:
-            return
-        tensors = [self.sums[key][name] for key, name in places]
-        *sums, numbers = total([*tensors, tensors[0].new_tensor(list(self.positions.values()))])
-        for (key, name), tensor in zip(places, sums, strict=True):
-            self.sums[key][name] = tensor
-        self.positions = dict(zip(self.positions, numbers.tolist(), strict=True))
+        if places:
+            sums = ranks.sum([self.sums[key][name] for key, name in places])
+            for (key, name), tensor in zip(places, sums, strict=True):
+                self.sums[key][name] = tensor
 
     @staticmethod
     def _into(own: dict[str, Tensor], name: str, tensor: Tensor) -> None:
         own[name] = own[name].add_(tensor) if name in own else tensor
 
-    def finish(self) -> dict[str, dict[str, Tensor]]:
-        for key, number in self.positions.items():
-            self.sums[key]["inputs"] = self.sums[key]["inputs"] / max(number, 1)
+    def finish(self) -> dict[tuple[str, str], dict[str, Tensor]]:
+        for own in self.sums.values():
+            if "positions" in own:
+                own["inputs"] = own["inputs"] / own.pop("positions").clamp_min(1)
         return self.sums
 
 
@@ -325,12 +336,10 @@ def _grouped(uses: Mapping[Tensor, Sequence[Use]], blocks: Sequence[Block]) -> d
                 and bias.numel() == rows
             )
             place = position[bias] if joined and bias is not None else None
-            own_groups.append(_Group(f"{block.name}/{index}", index, param, True, own[0].flipped, place))
+            own_groups.append(_Group(block.name, index, param, True, own[0].flipped, place))
             taken.update({index} if place is None else {index, place})
         own_groups += [
-            _Group(f"{block.name}/{index}", index, param)
-            for index, param in enumerate(block.params)
-            if index not in taken
+            _Group(block.name, index, param) for index, param in enumerate(block.params) if index not in taken
         ]
     return groups
 

@@ -1,0 +1,118 @@
+"""The one cost model: operations are counted once for each kind of work, and choices ask here.
+
+Costs are counted operations, never seconds, so the same run makes the same choices again, and a resumed run
+continues bit for bit.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Hashable, Iterator
+from dataclasses import asdict, dataclass
+
+from blockhf.flops import Counter
+
+PRODUCT = 4 / 3
+"""What a product with a Gauss-Newton matrix takes by counting multiplications, in gradients."""
+
+GRADIENT = 3
+"""What a gradient takes, in forward passes."""
+
+
+@dataclass
+class Work:
+    """What a step has asked of the objective, in passes and in samples."""
+
+    gradient_samples: int = 0
+    evaluated_samples: int = 0
+    linearized_samples: int = 0
+    num_gradients: int = 0
+    num_evaluations: int = 0
+    num_linearizations: int = 0
+
+
+class Ledger:
+    """Adds up the operations of a step. Each kind of work is counted the first time it is done.
+
+    What is known is remembered by the kind of work, the key that its caller gives, and the ``scope``: all
+    else that a count depends on (the objective, modes of modules, which parameters are trained).
+
+    >>> import torch
+    >>> ledger = Ledger()
+    >>> for _ in range(3):
+    ...     with ledger.counting("product"):
+    ...         _ = torch.ones(2, 3) @ torch.ones(3, 4)
+    >>> ledger.total
+    144
+    """
+
+    def __init__(self) -> None:
+        self.totals: dict[str, int] = {}
+        self.work = Work()
+        self.scope: Hashable = None
+        self._known: dict[Hashable, int] = {}
+        self._inside = False
+
+    def begin(self, scope: Hashable) -> None:
+        """Start a step."""
+        self.totals.clear()
+        self.work = Work()
+        self.scope = scope
+
+    @property
+    def total(self) -> int:
+        """Operations of all kinds of work in this step."""
+        return sum(self.totals.values())
+
+    def add(self, kind: str, flops: int) -> None:
+        self.totals[kind] = self.totals.get(kind, 0) + flops
+
+    def summary(self) -> dict[str, int]:
+        """For the report: passes, samples and operations; those of checks are not in the total."""
+        return {
+            **asdict(self.work),
+            "flops": self.total - self.totals.get("checks", 0),
+            **{f"{kind}_flops": flops for kind, flops in self.totals.items()},
+        }
+
+    @contextlib.contextmanager
+    def once(self) -> Iterator[None]:
+        """Put what is counted inside under ``"checks"``.
+
+        Such work is done once for an objective, and again by a run that is resumed, so that no decision may
+        go by it.
+        """
+        before = dict(self.totals)
+        try:
+            yield
+        finally:
+            spent = self.total - sum(before.values())
+            self.totals.clear()
+            self.totals.update(before)
+            self.add("checks", spent)
+
+    @contextlib.contextmanager
+    def counting(self, kind: str, *key: Hashable) -> Iterator[None]:
+        """Count what happens inside, which must be the same amount of work for the same kind and key.
+
+        Inside of another count it does nothing: the work is a part of the other's.
+        """
+        if self._inside:
+            yield
+            return
+        place = (kind, key, self.scope)
+        self._inside = True
+        try:
+            if place in self._known:
+                yield
+            else:
+                with Counter() as counter:
+                    yield
+                self._known[place] = counter.flops
+        finally:
+            self._inside = False
+        self.add(kind, self._known[place])
+
+    def known(self, kind: str, *key: Hashable) -> int | None:
+        """The operations of a kind of work, if it was done before."""
+        return self._known.get((kind, key, self.scope))

@@ -1,0 +1,39 @@
+"""Linear algebra on matrices known only through their products. Nothing here has heard of networks."""
+
+from blockhf.linalg.conjugate_gradient import Solution, Status, conjugate_gradient
+from blockhf.linalg.lanczos import lanczos
+from blockhf.linalg.operators import (
+    BlockOperator,
+    CountedProducts,
+    Damped,
+    Dense,
+    DenseBlocks,
+    Described,
+    DiagonalBlock,
+    ForwardingOperator,
+    LinearOperator,
+    Scaled,
+)
+from blockhf.linalg.solvers import Cholesky, ConjugateGradient, Precondition, Solver, System
+
+__all__ = [
+    "BlockOperator",
+    "Cholesky",
+    "ConjugateGradient",
+    "CountedProducts",
+    "Damped",
+    "Dense",
+    "DenseBlocks",
+    "Described",
+    "DiagonalBlock",
+    "ForwardingOperator",
+    "LinearOperator",
+    "Precondition",
+    "Scaled",
+    "Solution",
+    "Solver",
+    "Status",
+    "System",
+    "conjugate_gradient",
+    "lanczos",
+]

@@ -1,0 +1,150 @@
+"""Solvers of a block's damped system: by conjugate gradients, exactly, or by the preconditioner alone."""
+
+from __future__ import annotations
+
+import abc
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from blockhf.linalg.conjugate_gradient import Solution, Status, conjugate_gradient
+from blockhf.linalg.operators import BlockOperator, Damped, DiagonalBlock, LinearOperator
+from blockhf.policy import Policy, State
+
+
+@dataclass(frozen=True)
+class System:
+    """A block's linear system ``(A + damping I) x = rhs``, where to start and when to stop.
+
+    Attributes:
+        operator: The matrix of all blocks.
+        index: The block.
+        rhs: The right-hand side.
+        damping: Added to the diagonal.
+        start: Where to start; ``None`` stands for zero.
+        preconditioner: An approximate inverse of the damped matrix.
+        rtol: As for ``conjugate_gradient``.
+        progress: As for ``conjugate_gradient``.
+        max_steps: The most iterations.
+    """
+
+    operator: BlockOperator
+    index: int
+    rhs: Tensor
+    damping: float = 0.0
+    start: Tensor | None = None
+    preconditioner: LinearOperator | None = None
+    rtol: float = 0.0
+    progress: float = 0.0
+    max_steps: int = 50
+
+    @property
+    def matrix(self) -> LinearOperator:
+        """The block's damped matrix, for products."""
+        return Damped(DiagonalBlock(self.operator, self.index), self.damping)
+
+    def dense(self) -> Tensor | None:
+        """The block's damped matrix itself, where it is stored."""
+        matrix = self.operator.dense(self.index)
+        if matrix is None:
+            return None
+        return matrix + self.damping * torch.eye(len(matrix), dtype=matrix.dtype, device=matrix.device)
+
+
+class Solver(Policy):
+    """Solves the system of one block; no block needs to know of another."""
+
+    @abc.abstractmethod
+    def solve(self, system: System, state: State) -> Solution:
+        """The solution, whatever its quality; ``state`` is what the solver keeps of the block."""
+
+    def product_budget(self, size: int, max_steps: int) -> int:
+        """How many products it is worth to form the matrix of a block of so many parameters."""
+        return max_steps
+
+
+@dataclass(frozen=True)
+class ConjugateGradient(Solver):
+    """Truncated conjugate gradients, as in the paper.
+
+    Args:
+        check_every: As for ``conjugate_gradient``.
+    """
+
+    check_every: int | None = None
+
+    def solve(self, system: System, state: State) -> Solution:
+        return conjugate_gradient(
+            system.matrix,
+            system.rhs,
+            system.start,
+            preconditioner=system.preconditioner,
+            rtol=system.rtol,
+            progress=system.progress,
+            max_steps=system.max_steps,
+            check_every=self.check_every,
+        )
+
+
+@dataclass(frozen=True)
+class Precondition(Solver):
+    """The preconditioner's answer alone, without an iteration.
+
+    With ``preconditioner=Kronecker()`` and a search that scales the steps this is K-FAC.
+    """
+
+    def product_budget(self, size: int, max_steps: int) -> int:
+        """It makes no products, so there is nothing to form."""
+        return 0
+
+    def solve(self, system: System, state: State) -> Solution:
+        if system.preconditioner is None:
+            raise ValueError(
+                "Precondition() needs an inverse of each block. Use preconditioner=Kronecker(), which has "
+                "none for blocks that products=Formed() has formed."
+            )
+        x = system.preconditioner @ system.rhs
+        if not bool(x.isfinite().all()):
+            return Solution(torch.zeros_like(x), Status.NON_FINITE, 0, 0, 1.0, 0.0)
+        # Without a product the matrix is taken to be what the preconditioner inverts: x A x = b x.
+        return Solution(x, Status.STEP_LIMIT, 0, 0, 1.0, -0.5 * float(x @ system.rhs))
+
+
+@dataclass(frozen=True)
+class Cholesky(Solver):
+    """By a factorization where a block's matrix is stored (``products=Formed()``), else as ``other`` does.
+
+    A matrix that is not positive definite is left to ``other`` too.
+
+    Args:
+        other: Solves what is not stored.
+        worth: How many products it is worth at most to have a small block's exact solution.
+        small: The most parameters of a small block. A larger one's matrix is known but roughly from the
+            samples that there are, and its exact solution is worth no more than a few CG steps.
+    """
+
+    other: Solver = field(default_factory=ConjugateGradient)
+    worth: int = 100
+    small: int = 1000
+
+    def product_budget(self, size: int, max_steps: int) -> int:
+        """The products of the other solver's steps or, for a small block, what an exact solution is worth."""
+        return max(max_steps, self.worth if size <= self.small else 0)
+
+    def solve(self, system: System, state: State) -> Solution:
+        return self._factorized(system) or self.other.solve(system, state)
+
+    @staticmethod
+    def _factorized(system: System) -> Solution | None:
+        A, b = system.dense(), system.rhs
+        if A is None:
+            return None
+        factor, failed = torch.linalg.cholesky_ex(A)
+        x = torch.cholesky_solve(b[:, None], factor)[:, 0]
+        if bool(failed) or not bool(x.isfinite().all()):
+            return None
+        r = b - A @ x
+        norm = float(torch.linalg.vector_norm(b))
+        residual = float(torch.linalg.vector_norm(r)) / norm if norm > 0 else 0.0
+        return Solution(x, Status.CONVERGED, 0, 0, residual, -0.5 * float(x @ (b + r)))

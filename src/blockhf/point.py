@@ -1,0 +1,171 @@
+"""The objective at one point: its gradient, its loss nearby, and its curvature there."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from blockhf.batches import Share
+from blockhf.curvature import Curvature, Products
+from blockhf.isolation import IsolatedBuffers, frozen, twice_differentiable
+from blockhf.linalg import BlockOperator
+from blockhf.objective import Evaluation
+from blockhf.policy import PolicyState
+from blockhf.samples import Part, Samples
+
+
+@dataclass(frozen=True)
+class Linearizer:
+    """Which matrix describes the loss near a point, and how to multiply with it."""
+
+    curvature: Curvature
+    products: Products
+    state: PolicyState
+
+
+class Point:
+    """The objective near the current parameters, on given samples.
+
+    Where several processes have the samples between them, what comes out is that of all samples together.
+
+    Args:
+        samples: The objective, the samples and the blocks.
+        linearizer: The way to the curvature.
+        keeps_graph: Whether the curvature is taken from the very samples of the gradient, so that the two
+            can share a forward pass.
+    """
+
+    def __init__(self, samples: Samples, linearizer: Linearizer, *, keeps_graph: bool = False) -> None:
+        self.samples, self.linearizer, self.keeps_graph = samples, linearizer, keeps_graph
+        self.blocks = samples.blocks
+        self._buffers = IsolatedBuffers()
+        self._operator: BlockOperator | None = None
+
+    def on(self, batch: Any, share: Share, **rest: Any) -> Point:
+        """The same objective and parameters on other samples; arguments as for ``Samples.on``."""
+        return Point(self.samples.on(batch, share, **rest), self.linearizer)
+
+    def apart(self, taken: tuple[Any, Share] | None) -> Point | None:
+        """The same on samples of their own, of which gradient and curvature are both taken."""
+        if taken is None:
+            return None
+        other = self.on(*taken)
+        other.keeps_graph = len(other.samples.parts) == 1
+        return other
+
+    def gradient(self) -> tuple[Tensor, list[Tensor]]:
+        """The loss and, for each block, its flat gradient.
+
+        Buffers that modules write move here, once a step, and only for good when ``commit`` is called.
+        """
+        loss: Any = 0.0
+        gradient: list[Tensor] = []
+        samples, work = self.samples, self.samples.ledger.work
+        with self._buffers:
+            for part in samples.parts:
+                with samples.ledger.counting("gradient", part.shapes):
+                    evaluation = self._evaluate(part)
+                    flat = self._flat_gradient(evaluation.loss, part.weight)
+                loss = loss + _scaled(evaluation.loss.detach(), part.weight)
+                gradient = [a.add_(b) for a, b in zip(gradient, flat, strict=True)] if gradient else flat
+                if part is samples.parts[0]:
+                    samples.note_structure(evaluation, self._buffers.modules)
+                if self.keeps_graph:
+                    samples.keep(evaluation)
+                work.gradient_samples += evaluation.num_samples or 1
+        work.num_gradients += 1
+        loss, *gradient = samples.ranks.sum([loss, *gradient])
+        return loss, gradient
+
+    def loss_at(self, update: Sequence[Tensor]) -> Tensor:
+        """The loss at the parameters plus ``update``; the parameters stay.
+
+        Kernels, random numbers and the order of the sum are those of ``gradient``, so that the two losses
+        can be compared to the last bit.
+        """
+        loss: Any = 0.0
+        samples = self.samples
+        try:
+            for block, value, change in zip(self.blocks, self.origin, update, strict=True):
+                block.visit_(value + change)
+            with frozen(samples.params), IsolatedBuffers(), self._kernels():
+                for part in samples.parts:
+                    with samples.ledger.counting("forward", part.shapes):
+                        evaluation = samples.run(part)
+                    loss = loss + _scaled(evaluation.loss.detach(), part.weight)
+        finally:
+            for block, value in zip(self.blocks, self.origin, strict=True):
+                block.visit_(value)
+        samples.ledger.work.num_evaluations += 1
+        samples.ledger.work.evaluated_samples += samples.num_samples
+        (total,) = samples.ranks.sum([loss])
+        return total
+
+    @contextlib.contextmanager
+    def linearize(self, num_products: Sequence[int] = ()) -> Iterator[BlockOperator]:
+        """The curvature, ready for about so many products with each block; released at the end.
+
+        Inside of another ``linearize`` of the same point it is that one's operator.
+        """
+        if self._operator is not None:
+            yield self._operator
+            return
+        own = self.linearizer
+        budget = num_products or [0] * len(self.blocks)
+        operator = own.products.linearize(own.curvature, self.samples, budget, own.state)
+        self._operator = self.samples.ranks.sum_operator(operator)
+        try:
+            yield self._operator
+        finally:
+            self._operator = None
+            self.samples.release()
+
+    def commit(self, update: Sequence[Tensor] | None) -> None:
+        """Move the parameters by ``update``, if any, and keep what the gradient pass wrote into buffers."""
+        if update is not None:
+            for block, value, change in zip(self.blocks, self.origin, update, strict=True):
+                block.assign_(value + change)
+        self._buffers.commit()
+
+    @cached_property
+    def origin(self) -> list[Tensor]:
+        """For each block, a flat copy of the parameters as they were when the step began."""
+        return [block.values() for block in self.blocks]
+
+    def _kernels(self) -> contextlib.AbstractContextManager[None]:
+        """Where curvature shares the pass of the gradient, kernels that autograd can differentiate twice."""
+        return twice_differentiable() if self.keeps_graph else contextlib.nullcontext()
+
+    def _evaluate(self, part: Part) -> Evaluation:
+        with self._kernels():
+            evaluation = self.samples.run(part)
+        if not evaluation.loss.requires_grad:
+            raise ValueError(
+                "The loss does not depend on any parameter through the graph. Leave out detach(), .data "
+                "and torch.no_grad() in the objective."
+            )
+        return evaluation
+
+    def _flat_gradient(self, loss: Tensor, weight: float) -> list[Tensor]:
+        gradients = iter(
+            torch.autograd.grad(loss, self.samples.params, retain_graph=self.keeps_graph, allow_unused=True)
+        )
+        flat = []
+        for block in self.blocks:
+            own = [next(gradients) for _ in block.params]
+            if any(gradient is not None and gradient.is_sparse for gradient in own):
+                raise ValueError(
+                    f"A gradient of block {block.name!r} is sparse. Build the layer with sparse=False."
+                )
+            flat.append(_scaled(block.flatten(own), weight))
+        return flat
+
+
+def _scaled(tensor: Tensor, weight: float) -> Tensor:
+    return tensor if weight == 1.0 else tensor * weight

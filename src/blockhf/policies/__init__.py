@@ -1,0 +1,25 @@
+"""The optimizer's choices: how much to damp, how many samples to take, how far to go."""
+
+from blockhf.policies.damping import ByCoefficient, Constant, DampingRule, LevenbergMarquardt, Outcome
+from blockhf.policies.sampling import AllSamples, NoiseScale, Sampling, StepCost
+from blockhf.policies.search import Backtracking, Choice, FixedStep, Proposal, Search, Situation
+from blockhf.policies.subspace import Subspace
+
+__all__ = [
+    "AllSamples",
+    "Backtracking",
+    "ByCoefficient",
+    "Choice",
+    "Constant",
+    "DampingRule",
+    "FixedStep",
+    "LevenbergMarquardt",
+    "NoiseScale",
+    "Outcome",
+    "Proposal",
+    "Sampling",
+    "Search",
+    "Situation",
+    "StepCost",
+    "Subspace",
+]

@@ -1,0 +1,143 @@
+"""How much ``damping * I`` is added to a block's matrix, and how that follows what steps achieve.
+
+A rule is arithmetic on numbers. The value itself lives in the block's parameter group, under
+``"damping"``, where it is saved with the optimizer and can be read and edited by hand.
+"""
+
+from __future__ import annotations
+
+import abc
+from dataclasses import dataclass
+
+from blockhf.policy import Policy, State
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a step achieved, as a damping rule sees it.
+
+    Attributes:
+        accepted: Whether the parameters moved.
+        ratio: Actual over predicted reduction of the loss; ``None`` where the loss was not evaluated.
+        coefficient: The share of the block's direction that curvature alone would leave, where the search
+            chooses a length for each block.
+    """
+
+    accepted: bool
+    ratio: float | None = None
+    coefficient: float | None = None
+
+
+class DampingRule(Policy):
+    """Where a block's damping starts and how it goes on."""
+
+    initial: float
+    """The damping of the first step."""
+
+    @property
+    def needs_ratio(self) -> bool:
+        """Whether the rule makes sense only with a search that evaluates the loss after the step."""
+        return True
+
+    @abc.abstractmethod
+    def update(self, damping: float, outcome: Outcome, state: State) -> float:
+        """The damping of the next step; ``state`` is what the rule keeps of the block."""
+
+
+@dataclass(frozen=True)
+class Constant(DampingRule):
+    """The same damping all along; the paper's choice."""
+
+    initial: float = 0.0
+
+    def __post_init__(self) -> None:
+        _check(self.initial >= 0, f"damping is {self.initial}, but must not be negative.")
+
+    @property
+    def needs_ratio(self) -> bool:
+        return False
+
+    def update(self, damping: float, outcome: Outcome, state: State) -> float:
+        return damping
+
+
+@dataclass(frozen=True)
+class LevenbergMarquardt(DampingRule):
+    """Less damping where the quadratic model foretold the loss well, more where it did not.
+
+    Above a reduction ratio of ``good`` the damping is multiplied by ``factor``, below ``bad``, or where
+    a step was rejected, divided by it (Martens, 2010, section 4.1, with his constants).
+
+    >>> rule = LevenbergMarquardt(factor=0.5)
+    >>> [rule.update(1.0, outcome, {}) for outcome in (Outcome(True, ratio=0.9), Outcome(False))]
+    [0.5, 2.0]
+    """
+
+    initial: float = 0.1
+    factor: float = 2 / 3
+    good: float = 0.75
+    bad: float = 0.25
+    floor: float = 1e-8
+    ceiling: float = 1e8
+
+    def __post_init__(self) -> None:
+        _check_adaptive(self)
+
+    def update(self, damping: float, outcome: Outcome, state: State) -> float:
+        if not outcome.accepted or (outcome.ratio is not None and outcome.ratio < self.bad):
+            damping /= self.factor
+        elif outcome.ratio is not None and outcome.ratio > self.good:
+            damping *= self.factor
+        return min(max(damping, self.floor), self.ceiling)
+
+
+@dataclass(frozen=True)
+class ByCoefficient(DampingRule):
+    """Less damping where the search takes much of a block's direction, more where it takes little.
+
+    For searches that choose a length for each block, like ``Subspace``. With others it goes by the reduction
+    ratio, as ``LevenbergMarquardt`` does. The bounds are far below 1, because more damping mends little
+    lengths at a price: the directions of little curvature, in which most is left to gain late in a run, are
+    the first to go.
+
+    >>> rule = ByCoefficient()
+    >>> rule.update(1.0, Outcome(accepted=True, coefficient=0.8), {})
+    0.5
+    >>> rule.update(1.0, Outcome(accepted=True, coefficient=0.02), {})
+    2.0
+    """
+
+    initial: float = 3e-3
+    factor: float = 0.5
+    good: float = 0.2
+    bad: float = 0.05
+    floor: float = 1e-8
+    ceiling: float = 1e8
+
+    def __post_init__(self) -> None:
+        _check_adaptive(self)
+
+    def update(self, damping: float, outcome: Outcome, state: State) -> float:
+        share, bad, good = outcome.coefficient, self.bad, self.good
+        if share is None:
+            share, bad, good = outcome.ratio, LevenbergMarquardt.bad, LevenbergMarquardt.good
+        if not outcome.accepted or (share is not None and share < bad):
+            damping /= self.factor
+        elif share is not None and share > good:
+            damping *= self.factor
+        return min(max(damping, self.floor), self.ceiling)
+
+
+def _check_adaptive(rule: LevenbergMarquardt | ByCoefficient) -> None:
+    _check(0 < rule.factor < 1, f"factor is {rule.factor}, but must be between 0 and 1.")
+    _check(rule.bad <= rule.good, f"bad is {rule.bad}, but must not be above good, {rule.good}.")
+    _check(
+        0 < rule.floor <= rule.initial <= rule.ceiling,
+        f"initial is {rule.initial}, but must be between the floor, {rule.floor}, which must be "
+        f"positive, and the ceiling, {rule.ceiling}.",
+    )
+
+
+def _check(holds: bool, message: str) -> None:
+    if not holds:
+        raise ValueError(message)

@@ -1,0 +1,136 @@
+"""How many samples of a batch the gradient is taken from: arithmetic on numbers.
+
+A sampling has a number in each step and is told afterwards what came of it. ``AllSamples`` takes what there
+is. ``NoiseScale`` starts with a part and takes more as the gradient drowns in noise.
+"""
+
+from __future__ import annotations
+
+import abc
+import math
+from dataclasses import dataclass
+
+from blockhf.policy import Policy, State
+
+
+@dataclass(frozen=True)
+class StepCost:
+    """What a step used and what it saw of the noise.
+
+    Attributes:
+        num_samples: Samples of the gradient.
+        signal: The slope along the directions on samples that the gradient has not seen, over that on its
+            own: 1 without noise, 1/2 where there is as much noise as signal. ``None`` where it is unknown.
+        rest: The cost of all else in the step, in gradients of one sample.
+        population: How many samples there are in all; infinity where they are new at each step.
+    """
+
+    num_samples: int
+    signal: float | None
+    rest: float
+    population: float = math.inf
+
+
+class Sampling(Policy):
+    """Chooses the size of the gradient's sample."""
+
+    @property
+    def needs_signal(self) -> bool:
+        """Whether it asks for the noise that held-out samples show.
+
+        Where nothing is held out, such a sampling takes the whole batch.
+        """
+        return False
+
+    @abc.abstractmethod
+    def size(self, num_available: int, state: State) -> int:
+        """How many samples of so many to take."""
+
+    def update(self, cost: StepCost, state: State) -> None:
+        """Learn from what a step used and saw; ``state`` is what the sampling keeps."""
+        return
+
+
+@dataclass(frozen=True)
+class AllSamples(Sampling):
+    """The whole batch; the paper's choice."""
+
+    def size(self, num_available: int, state: State) -> int:
+        return num_available
+
+
+@dataclass(frozen=True)
+class NoiseScale(Sampling):
+    r"""As many samples as buy the most progress for their price.
+
+    With ``n`` samples the share :math:`n / (n + n_0)` of a step is signal, where :math:`n_0` is the noise
+    scale: with so many samples there is as much noise as signal. If all else in a step costs as much as the
+    gradients of ``m`` samples, then progress over price, :math:`n / ((n + n_0)(n + m))`, is largest at
+    :math:`n = \sqrt{n_0 m}`. The noise scale is small at first and grows as the loss nears its minimum.
+
+    Of a finite set of ``N`` samples, ``n`` have the noise :math:`n_0 (1/n - 1/N)`, and those left out lean
+    the other way: the signal on them is :math:`(1 - n_0/N) / (1 + n_0 (1/n - 1/N))`. Progress over price is
+    then largest at :math:`n = \sqrt{n_0 m / (1 - n_0/N)}`, or for :math:`n_0 \ge N` with all samples.
+
+    Args:
+        start: The share of the batch in the first step.
+        least: The least share.
+        change: The size changes at most by this factor from step to step.
+        memory: The weight of the past in the average of :math:`\log n_0`.
+
+    >>> sampling, state = NoiseScale(start=0.25), {}
+    >>> sampling.size(4096, state)
+    1024
+    >>> sampling.update(StepCost(num_samples=1024, signal=0.5, rest=4096), state)
+    >>> sampling.size(4096, state)  # the square root of 1024 times 4096 is 2048, but not all at once
+    1536
+    """
+
+    start: float = 0.1
+    least: float = 0.05
+    change: float = 1.5
+    memory: float = 0.8
+
+    def __post_init__(self) -> None:
+        if not 0 < self.least <= self.start <= 1:
+            raise ValueError(
+                f"start is {self.start}, but must be at least {self.least}, the least, and at most 1."
+            )
+        if self.change <= 1:
+            raise ValueError(f"change is {self.change}, but must be above 1.")
+        if not 0 <= self.memory < 1:
+            raise ValueError(f"memory is {self.memory}, but must be at least 0 and below 1.")
+
+    @property
+    def needs_signal(self) -> bool:
+        return True
+
+    def size(self, num_available: int, state: State) -> int:
+        wanted = state.get("size", self.start * num_available)
+        return min(max(_coarse(wanted), math.ceil(self.least * num_available)), num_available)
+
+    def update(self, cost: StepCost, state: State) -> None:
+        if cost.signal is None or not math.isfinite(cost.signal):
+            return
+        signal = min(max(cost.signal, 0.02), 0.98)
+        taken = cost.num_samples / cost.population
+        scale = math.log(cost.num_samples * (1 - signal) / (signal * (1 - taken) + taken))
+        known = state.get("log_scale")
+        state["log_scale"] = scale if known is None else self.memory * known + (1 - self.memory) * scale
+        noise = math.exp(state["log_scale"])
+        excess = max(1 - noise / cost.population, 1e-9)
+        wanted = math.sqrt(noise * max(cost.rest, 1.0) / excess)
+        slowest, fastest = cost.num_samples / self.change, cost.num_samples * self.change
+        state["size"] = min(max(wanted, slowest), fastest)
+
+
+def _coarse(number: float) -> int:
+    """A whole number of at most five binary digits before its zeros, and at least 1.
+
+    Sizes that come again spare what is done anew for each: counting operations, compiling the user's model.
+
+    >>> [_coarse(number) for number in (0.2, 30.6, 33.4, 1000, 5949)]
+    [1, 31, 34, 992, 5888]
+    """
+    step = 1 << max(math.floor(math.log2(max(number, 1))) - 4, 0)
+    return max(round(number / step) * step, 1)

@@ -1,0 +1,38 @@
+"""What a preconditioner is."""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from blockhf.linalg import BlockOperator, LinearOperator
+from blockhf.policy import Policy, PolicyState
+from blockhf.samples import Samples
+
+
+class Preconditioner(Policy):
+    """Makes, once a step, an approximate inverse for each block's damped matrix."""
+
+    @abc.abstractmethod
+    def prepare(
+        self, samples: Samples, operator: BlockOperator, dampings: Sequence[float], state: PolicyState
+    ) -> Sequence[LinearOperator | None]:
+        """For each block an operator that maps a residual to an approximate solution, or ``None``.
+
+        Args:
+            samples: The curvature's samples and the blocks. On a mesh these are this rank's blocks.
+            operator: The curvature.
+            dampings: Added to the diagonal of each block.
+            state: What the preconditioner keeps from step to step.
+        """
+
+
+@dataclass(frozen=True)
+class Identity(Preconditioner):
+    """No preconditioner; the paper's choice."""
+
+    def prepare(
+        self, samples: Samples, operator: BlockOperator, dampings: Sequence[float], state: PolicyState
+    ) -> Sequence[LinearOperator | None]:
+        return [None] * len(samples.blocks)

@@ -1,0 +1,270 @@
+"""The objective on some samples, in parts that fit into memory, each of which can be run again.
+
+``Samples`` is what curvature and preconditioners see of a step: an objective, samples with their weights,
+and the blocks. Whatever is run here leaves no trace in the model's buffers and draws the same random numbers
+each time, and its cost goes to the ledger.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Hashable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from torch import Tensor, nn
+
+from blockhf.batches import Share, batch_size, take, tensors_of
+from blockhf.blocks import Block
+from blockhf.isolation import IsolatedBuffers, RandomState, frozen, twice_differentiable
+from blockhf.ledger import Ledger
+from blockhf.objective import Evaluation, Objective, Reduction, evaluate, identity, num_nodes
+from blockhf.ranks import Alone, Ranks
+
+
+@dataclass
+class Part:
+    """Some of the samples, with their share in the mean and the random numbers they were first run with.
+
+    Attributes:
+        batch: The samples.
+        weight: Their share in the whole.
+        place: That of the first sample among all those whose mean is taken.
+        start: The random state before the first run; ``None`` until then.
+        like: A part whose random numbers are drawn again, if that has run before.
+    """
+
+    batch: Any
+    weight: float = 1.0
+    place: int = 0
+    start: RandomState | None = None
+    like: Part | None = None
+
+    @property
+    def shapes(self) -> tuple[tuple[int, ...], ...]:
+        """Of the tensors of the batch; what an evaluation costs goes by them."""
+        return tuple(tuple(tensor.shape) for tensor in tensors_of(self.batch))
+
+
+@dataclass
+class Structure:
+    """What one evaluation shows of an objective.
+
+    Attributes:
+        modules: Those that it called, and those within them.
+        num_outputs: Outputs of a sample.
+        num_nodes: Operations in the graph of the loss.
+    """
+
+    modules: list[nn.Module] = field(default_factory=list)
+    num_outputs: int = 0
+    num_nodes: int = 0
+
+    @property
+    def is_known(self) -> bool:
+        return self.num_nodes > 0
+
+    def note(self, evaluation: Evaluation, called: Iterable[nn.Module]) -> None:
+        self.modules = list(dict.fromkeys(inner for module in called for inner in module.modules()))
+        self.num_outputs = sum(map(Tensor.numel, evaluation.outputs)) // (evaluation.num_samples or 1)
+        self.num_nodes = num_nodes(evaluation)
+
+    def modes(self) -> Hashable:
+        """Whether the modules are being trained, and which of their parameters."""
+        return tuple(
+            (
+                id(module),
+                module.training,
+                *(param.requires_grad for param in module.parameters(recurse=False)),
+            )
+            for module in self.modules
+        )
+
+
+class Structures:
+    """What is known of the objectives that were asked last, by their identity."""
+
+    def __init__(self, limit: int = 8) -> None:
+        self._limit = limit
+        self._known: dict[Hashable, Structure] = {}
+
+    def of(self, objective: Objective) -> tuple[Structure, Hashable]:
+        """What is known of an objective, and the scope of its costs."""
+        key = identity(objective)
+        structure = self._known.pop(key, None) or Structure()
+        self._known[key] = structure  # the last used is the last to be forgotten
+        if len(self._known) > self._limit:
+            del self._known[next(iter(self._known))]
+        return structure, (key, structure.modes())
+
+
+class Samples:
+    """The objective on some samples near the current parameters.
+
+    Args:
+        objective: The user's function.
+        batch: The samples, or ``None`` for an objective of no arguments.
+        blocks: The blocks of the parameters.
+        share: What part of the samples is in this process; ``None`` stands for all.
+        sum_over: To how many samples a sum is scaled; ``None`` stands for those that there are.
+        micro_batch_size: How many samples are in memory at a time.
+        reduction: How the objective's loss sums up its samples.
+        ranks: The processes that have the samples between them.
+        ledger: Counts what is done.
+        structure: What is known of the objective already.
+        like: Parts whose random numbers these parts draw; the last one's go for all that come after.
+    """
+
+    def __init__(
+        self,
+        objective: Objective,
+        batch: Any,
+        blocks: Sequence[Block],
+        *,
+        share: Share | None = None,
+        sum_over: int | None = None,
+        micro_batch_size: int | None = None,
+        reduction: Reduction = "mean",
+        ranks: Ranks | None = None,
+        ledger: Ledger | None = None,
+        structure: Structure | None = None,
+        like: Sequence[Part] = (),
+    ) -> None:
+        self.objective, self.batch, self.blocks = objective, batch, blocks
+        self.micro_batch_size, self.reduction = micro_batch_size, reduction
+        self.ranks = ranks or Alone()
+        self.ledger = ledger or Ledger()
+        self._structure = structure or Structure()
+        self.devices = sorted({block.params[0].device for block in blocks}, key=str)
+        self.num_samples = 1 if batch is None else batch_size(batch)
+        self.share = share or Share(self.num_samples, self.num_samples)
+        self.sum_over = sum_over or self.share.total
+        self.parts = self._split()
+        for index, part in enumerate(self.parts):
+            part.like = like[min(index, len(like) - 1)] if like else None
+        self._evaluation: Evaluation | None = None
+
+    def on(
+        self,
+        batch: Any,
+        share: Share | None,
+        *,
+        blocks: Sequence[Block] | None = None,
+        ranks: Ranks | None = None,
+        like: Sequence[Part] = (),
+    ) -> Samples:
+        """The same objective at the same point on other samples."""
+        return type(self)(
+            self.objective,
+            batch,
+            self.blocks if blocks is None else blocks,
+            share=share,
+            sum_over=self.sum_over,
+            micro_batch_size=self.micro_batch_size,
+            reduction=self.reduction,
+            ranks=ranks or self.ranks,
+            ledger=self.ledger,
+            structure=self._structure,
+            like=like,
+        )
+
+    def _split(self) -> list[Part]:
+        """Parts of at most ``micro_batch_size`` samples whose weighted losses add up to the batch's.
+
+        A sum is scaled to ``sum_over`` samples. A batch whose share is zero stands in for none at all: its
+        weights are zero.
+        """
+        if self.batch is None:
+            return [Part(None)]
+        size = self.num_samples
+        step = self.micro_batch_size or size
+        parts = []
+        for start in range(0, size, step):
+            stop = min(start + step, size)
+            weight = (stop - start) / size if self.reduction == "mean" else self.sum_over / size
+            batch = self.batch if stop - start == size else take(self.batch, start, stop)
+            parts.append(Part(batch, self.share.weight * weight, self.share.before + start))
+        return parts
+
+    @property
+    def params(self) -> list[Tensor]:
+        """The parameters of all blocks."""
+        return [param for block in self.blocks for param in block.params]
+
+    @property
+    def structure(self) -> Structure:
+        """What the objective looks like; where nothing is known, it is run for it."""
+        if not self._structure.is_known:
+            with self.ledger.once():
+                self._run_isolated(self.parts[0])
+        return self._structure
+
+    def note_structure(self, evaluation: Evaluation, called: Iterable[nn.Module]) -> None:
+        """Take down what an evaluation shows of the objective."""
+        self._structure.note(evaluation, called)
+
+    def evaluate(self, part: Part, *, fresh: bool = False) -> Evaluation:
+        """An evaluation that can be differentiated twice and leaves no trace elsewhere.
+
+        Unless it has to be ``fresh``, one that was kept is handed over, once.
+        """
+        if not fresh and (kept := self.take_kept(part)) is not None:
+            return kept
+        with self.ledger.counting("forward", part.shapes):
+            evaluation = self._run_isolated(part)
+        self.ledger.work.num_linearizations += 1
+        self.ledger.work.linearized_samples += evaluation.num_samples or 1
+        return evaluation
+
+    def loss(self, part: Part) -> Tensor:
+        """The objective's own loss on a part, without a graph to the parameters."""
+        if (kept := self.take_kept(part)) is not None:
+            return kept.loss.detach()
+        with frozen(self.params), self.ledger.counting("forward", part.shapes):
+            evaluation = self._run_isolated(part)
+        self.ledger.work.evaluated_samples += evaluation.num_samples or 1
+        return evaluation.loss.detach()
+
+    def forward_flops(self) -> int:
+        """Counted operations of a forward pass over the first part."""
+        part = self.parts[0]
+        if self.ledger.known("forward", part.shapes) is None:
+            with self.ledger.once(), frozen(self.params), self.ledger.counting("forward", part.shapes):
+                self._run_isolated(part)
+        return self.ledger.known("forward", part.shapes) or 0
+
+    def keep(self, evaluation: Evaluation) -> None:
+        """Keep an evaluation of the only part for whoever asks next."""
+        self._evaluation = evaluation
+
+    def take_kept(self, part: Part) -> Evaluation | None:
+        """The evaluation that was kept, if any; it is handed over once, so that nothing outlives its use."""
+        kept, self._evaluation = self._evaluation, None
+        return kept if part is self.parts[0] else None
+
+    def release(self) -> None:
+        """Let go of what holds a graph."""
+        self._evaluation = None
+
+    def run(self, part: Part) -> Evaluation:
+        """Call the objective: random numbers as usual the first time, from then on the same ones again."""
+        is_first = part.start is None and (part.like is None or part.like.start is None)
+        start = self.start_of(part)
+        with contextlib.nullcontext() if is_first else start.replayed():
+            evaluation = evaluate(self.objective, part.batch)
+        return replace(evaluation, reduction=self.reduction)
+
+    def start_of(self, part: Part) -> RandomState:
+        """The random state that a part is run from: that of its first run, or the one now."""
+        if part.start is None and part.like is not None:
+            part.start = part.like.start
+        if part.start is None:
+            part.start = RandomState(self.devices)
+        return part.start
+
+    def _run_isolated(self, part: Part) -> Evaluation:
+        with twice_differentiable(), IsolatedBuffers() as buffers:
+            evaluation = self.run(part)
+            if not self._structure.is_known and evaluation.loss.requires_grad:
+                self._structure.note(evaluation, buffers.modules)
+        return evaluation

@@ -1,0 +1,191 @@
+"""Kronecker factors, by hand, and their averages over the steps."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from blockhf import Kronecker, PolicyState
+from preconditioner_tasks import X2, moment, point_of, prepared, randn
+
+NUM_DRAWS = 20_000
+
+
+def factors(model: nn.Module, inputs: Tensor, **options: Any) -> dict[str, dict[str, Tensor]]:
+    preconditioner, state = Kronecker(max_size=options.pop("max_size", 8192)), PolicyState()
+    prepared(preconditioner, point_of(model, inputs, **options), state=state)
+    return only_factors(state)
+
+
+def only_factors(state: PolicyState) -> dict[str, dict[str, Tensor]]:
+    """Those of the only block."""
+    (own,) = state.to_dict()["blocks"].values()
+    return own["factors"]
+
+
+class Called(nn.Module):
+    """One matrix, used as a function says."""
+
+    def __init__(self, shape: tuple[int, int], call: Callable[[Tensor, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.weight, self.call = nn.Parameter(randn(*shape, seed=1)), call
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return self.call(self.weight, inputs)
+
+
+X3, PICTURES, LINES = randn(4, 5, 3), randn(3, 2, 7, 6), randn(3, 2, 9)
+CONV = nn.Conv2d(2, 4, (3, 2), stride=(2, 1), padding=(1, 1), dilation=(1, 2))
+CONV1D = nn.Conv1d(2, 3, 3, stride=2, padding=1, dilation=2)
+
+
+@pytest.mark.parametrize(
+    ("model", "inputs", "expected"),
+    [
+        pytest.param(nn.Linear(3, 2), X2, moment(X2), id="linear"),
+        pytest.param(nn.Linear(3, 2, bias=False), X2, moment(X2, False), id="linear without bias"),
+        pytest.param(nn.Linear(3, 2), X3, moment(X3), id="linear on sequences"),
+        pytest.param(Called((3, 2), lambda W, x: x @ W), X2, moment(X2, False), id="x @ W"),
+        pytest.param(Called((3, 2), lambda W, x: x @ W), X3, moment(X3, False), id="sequences @ W"),
+        pytest.param(Called((2, 3), lambda W, x: (W @ x.T).T), X2, moment(X2, False), id="W @ x"),
+        pytest.param(Called((3, 2), lambda W, x: (W.T @ x.T).T), X2, moment(X2, False), id="W.T @ x"),
+        pytest.param(Called((2, 3), lambda W, x: F.linear(x, W)), X2, moment(X2, False), id="F.linear"),
+        pytest.param(
+            CONV,
+            PICTURES,
+            moment(F.unfold(PICTURES, (3, 2), (1, 2), (1, 1), (2, 1)).transpose(1, 2)),
+            id="conv2d",
+        ),
+        pytest.param(
+            CONV1D,
+            LINES,
+            moment(F.unfold(LINES[:, :, None], (1, 3), (1, 2), (0, 1), (1, 2)).transpose(1, 2)),
+            id="conv1d",
+        ),
+        pytest.param(
+            nn.Embedding(4, 3),
+            torch.tensor([[0, 1], [1, 3], [1, 0]]),
+            torch.tensor([2, 3, 0, 1], dtype=torch.float64) / 6,
+            id="embedding",
+        ),
+    ],
+)
+def test_the_factor_of_the_inputs_is_their_second_moment(
+    model: nn.Module, inputs: Tensor, expected: Tensor
+) -> None:
+    ((key, own),) = factors(model.double(), inputs).items()
+    torch.testing.assert_close(own["inputs"], expected)
+    assert {"cotangents", "inverse inputs", "inverse cotangents"} <= own.keys(), key
+
+
+def test_a_layer_that_is_used_twice_has_the_moment_of_both_uses() -> None:
+    model = nn.Linear(3, 3).double()
+    shared = nn.Sequential(model, nn.Tanh(), model)
+    hidden = torch.tanh(model(X2)).detach()
+    (own,) = factors(shared, X2).values()
+    torch.testing.assert_close(own["inputs"], (moment(X2) + moment(hidden)) / 2)
+
+
+@pytest.mark.parametrize("options", [{"micro_batch_size": 4}, {"reduction": "sum"}], ids=str)
+def test_micro_batches_and_sums_have_the_same_factor_of_the_inputs(options: dict[str, Any]) -> None:
+    (own,) = factors(nn.Linear(3, 2).double(), X2, **options).values()
+    torch.testing.assert_close(own["inputs"], moment(X2))
+
+
+def test_a_sum_has_the_means_factor_of_the_cotangents_times_the_number_of_samples() -> None:
+    model = nn.Linear(3, 2).double()
+    (mean,), (total,) = (factors(model, X2, reduction=r).values() for r in ("mean", "sum"))
+    torch.testing.assert_close(total["cotangents"], len(X2) * mean["cotangents"])
+
+
+def test_the_factor_of_the_cotangents_is_the_losss_curvature_up_to_the_noise_of_the_draw() -> None:
+    (own,) = factors(nn.Linear(3, 2).double(), randn(NUM_DRAWS, 3)).values()
+    torch.testing.assert_close(own["cotangents"], torch.eye(2, dtype=torch.float64), rtol=0.05, atol=0.05)
+
+
+class Attentive(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = nn.MultiheadAttention(4, 2, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.attention(x, x, x, need_weights=False)[0]
+
+
+class Cell(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.cell = nn.LSTMCell(3, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        state = self.cell(x[:, 0])
+        return self.cell(x[:, 1], state)[0]
+
+
+class TiedWeights(nn.Module):
+    """One matrix, for the way there and for the way back."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(randn(3, 3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(x @ self.weight) @ self.weight.T
+
+
+@pytest.mark.parametrize(
+    ("model", "inputs", "factored", "diagonal"),
+    [
+        # The joint projection of queries, keys and values adds its bias by itself.
+        pytest.param(Attentive(), randn(3, 5, 4), 2, 1, id="attention"),
+        pytest.param(Cell(), randn(5, 2, 3), 2, 0, id="lstm cell"),
+        pytest.param(nn.Sequential(nn.Linear(3, 4), nn.LayerNorm(4)), X2, 1, 2, id="layer norm"),
+        pytest.param(nn.Conv2d(2, 4, 3, groups=2), PICTURES, 0, 2, id="grouped convolution"),
+        pytest.param(TiedWeights(), X2, 0, 1, id="tied weights"),
+    ],
+)
+def test_matrices_have_factors_with_their_biases_and_the_rest_a_diagonal(
+    model: nn.Module, inputs: Tensor, factored: int, diagonal: int
+) -> None:
+    found = factors(model.double(), inputs).values()
+    assert (sum("inputs" in own for own in found), sum("diagonal" in own for own in found)) == (
+        factored,
+        diagonal,
+    )
+
+
+def test_of_a_factor_that_is_too_large_only_the_diagonal_is_kept() -> None:
+    (own,) = factors(nn.Linear(3, 2).double(), X2, max_size=3).values()
+    torch.testing.assert_close(own["inputs"], moment(X2).diagonal())
+    assert own["cotangents"].shape == (2, 2)
+
+
+def test_factors_are_averages_and_inverses_come_at_intervals() -> None:
+    model, preconditioner, state = nn.Linear(3, 2).double(), Kronecker(decay=0.6, every=2), PolicyState()
+    batches = [randn(6, 3, seed=seed) for seed in range(5)]
+    average, inverses = moment(batches[0]), []
+    for step, inputs in enumerate(batches):
+        prepared(preconditioner, point_of(model, inputs), state=state)
+        average = average.lerp(moment(inputs), max(0.4, 1 / (step + 1)))
+        (own,) = only_factors(state).values()
+        torch.testing.assert_close(own["inputs"], average)
+        inverses.append(own["inverse inputs"])
+    fresh = [not torch.equal(one, other) for one, other in itertools.pairwise(inverses)]
+    assert fresh == [True, False, True, False]  # at the steps 1, 2 and 4
+
+
+def test_factors_that_are_not_finite_are_not_taken_in() -> None:
+    model, state = nn.Linear(3, 2).double(), PolicyState()
+    prepared(Kronecker(), point_of(model, X2), state=state)
+    before = only_factors(state)
+    prepared(Kronecker(), point_of(model, X2 * float("inf")), state=state)
+    after = only_factors(state)
+    for key, own in after.items():
+        assert all(bool(tensor.isfinite().all()) for tensor in own.values())
+        assert torch.equal(own["inputs"], before[key]["inputs"])
