@@ -6,7 +6,7 @@ DEV := $(VENV)/.installed-dev
 DEMO := $(VENV)/.installed-demo
 DOCS := $(VENV)/.installed-docs
 
-.PHONY: demo compare data test test-all lint format docs bench clean
+.PHONY: demo compare data test test-all fuzz lint format docs bench clean
 
 demo: $(DEMO)
 	$(BIN)/blockhf demo
@@ -28,6 +28,14 @@ test: lint
 
 test-all: lint
 	$(PYTEST) -m "slow or not slow"
+
+# Random cases and interrupted steps, for FUZZ_SECONDS each; the records go on where they stopped.
+FUZZ_SECONDS ?= 600
+
+fuzz: $(DEMO)
+	OMP_NUM_THREADS=1 $(BIN)/blockhf fuzz cases --number 10000 --seconds $(FUZZ_SECONDS)
+	OMP_NUM_THREADS=1 $(BIN)/blockhf fuzz interrupts --number 1100 --seconds $(FUZZ_SECONDS)
+	$(BIN)/blockhf fuzz page results/reliability --page docs/reliability.md
 
 lint: $(DEV)
 	$(BIN)/ruff check .

@@ -18,7 +18,7 @@ from blockhf import BlockHF, BlockOperator, Curvature, DoubleBackward, PolicySta
 from blockhf.batches import Share, batch_size, take
 from blockhf.blocks import Block
 from blockhf.objective import Objective
-from blockhf.plan import curvature_samples, share_samples
+from blockhf.plan import Plan, Role, curvature_samples
 from blockhf.point import Linearizer, Point
 from blockhf.report import Stopwatch
 from blockhf.update import Update
@@ -106,6 +106,11 @@ def linearized(
     elif curvature_batch is not None:
         given = [batch_size(curvature_batch)]
     state = PolicyState()
+    gradient = curved = Role([batch_size(batch)])
+    if given is not None:
+        curved = Role(given)
+    elif number < batch_size(batch):
+        curved = Role(gradient.sizes, torch.arange(number))
 
     def make_point(own: Any, share: Share) -> Point:
         return Point(
@@ -113,7 +118,7 @@ def linearized(
         )
 
     update = Update.begin(
-        share_samples([batch_size(batch)], 0, batch_size(batch), number, given),
+        Plan(gradient, curved, given=given is not None),
         0,
         batch,
         curvature_batch,

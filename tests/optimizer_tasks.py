@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.func import functional_call, jacrev
 
 from blockhf import BlockHF, FixedStep
+from blockhf.plan import Sizes, draw_plan
 
 Factory = Callable[..., BlockHF]
 FACTORIES: dict[str, Factory] = {"default": BlockHF, "paper": BlockHF.paper, "martens": BlockHF.martens}
@@ -55,6 +56,12 @@ class Task:
     def front(self, num_samples: int) -> tuple[Tensor, Tensor]:
         inputs, targets = self.batch
         return inputs[:num_samples], targets[:num_samples]
+
+    def drawn(self, num_samples: int, step: int = 0, seed: int = 0) -> tuple[Tensor, Tensor]:
+        """The samples that a step draws for the curvature where none are held out."""
+        total = len(self.batch[1])
+        plan = draw_plan([total], Sizes(total, num_samples), seed + step + 1)
+        return plan.curvature.take(self.batch, 0)[0]
 
     def copy(self) -> Task:
         return copy.deepcopy(self)

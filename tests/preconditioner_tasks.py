@@ -51,7 +51,9 @@ def prepared(
     """The inverse of the only block."""
     with point.linearize() as operator:
         state = PolicyState() if state is None else state
-        (inverse,) = preconditioner.prepare(point.samples, operator, [damping], state)
+        (inverse,) = preconditioner.prepare(
+            point.samples, point.linearizer.curvature, operator, [damping], state
+        )
     assert inverse is not None
     return inverse
 

@@ -15,8 +15,10 @@ from blockhf.policy import PolicyState
 from blockhf.samples import Samples
 
 
-def point_of(samples: Samples, **options: Any) -> Point:
-    return Point(samples, Linearizer(GaussNewton(), DoubleBackward(), PolicyState()), **options)
+def point_of(samples: Samples, *, keeps_graph: bool = False) -> Point:
+    point = Point(samples, Linearizer(GaussNewton(), DoubleBackward(), PolicyState()))
+    point.keeps_graph = keeps_graph
+    return point
 
 
 class Regression:

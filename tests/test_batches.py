@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from blockhf.batches import Share, batch_size, rebuild, share_out, take, tensors_of
+from blockhf.batches import Share, batch_size, rebuild, select, stratified, take, tensors_of, without
 
 X, Y = torch.arange(12.0).view(6, 2), torch.arange(6)
 
@@ -167,12 +167,57 @@ def test_the_shares_of_all_processes_are_the_whole_in_order(counts: list[int]) -
     assert sum(share.weight for share in shares) == pytest.approx(1.0 if sum(counts) else 0.0)
 
 
+# --- draws -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("make", BATCHES.values(), ids=BATCHES)
+def test_selected_samples_have_the_same_nesting(make: Callable[..., Any]) -> None:
+    batch, places = make(lambda tensor: tensor), torch.tensor([0, 2, 5])
+    assert same(select(batch, places), make(lambda tensor: tensor[places]))
+
+
+def test_lists_and_arrays_with_an_entry_for_each_sample_are_cut_along() -> None:
+    numpy = pytest.importorskip("numpy")
+    batch = (X, list("abcdef"), numpy.arange(6), [1, 2])
+    part = take(batch, 1, 3)
+    assert (part[1], part[2].tolist(), part[3]) == (["b", "c"], [1, 2], [1, 2])
+    chosen = select(batch, torch.tensor([0, 5]))
+    assert (chosen[1], chosen[2].tolist(), chosen[3]) == (["a", "f"], [0, 5], [1, 2])
+
+
+NUMBERS = st.integers(1, 60).flatmap(lambda total: st.tuples(st.integers(0, total), st.just(total)))
+
+
 @settings(max_examples=200, deadline=None, derandomize=True, database=None)
-@given(sizes=COUNTS, number=st.integers(0, 400))
-def test_samples_are_shared_out_in_proportion_and_none_is_made_up(sizes: list[int], number: int) -> None:
-    shares = share_out(number, sizes)
-    number = min(number, sum(sizes))
-    assert sum(shares) == number
-    for share, size in zip(shares, sizes, strict=True):
-        assert 0 <= share <= size
-        assert abs(share - number * size / max(sum(sizes), 1)) < 1 + 1e-9
+@given(numbers=NUMBERS, seed=st.integers(0, 2**40))
+def test_drawn_places_are_in_order_and_spread_over_all(numbers: tuple[int, int], seed: int) -> None:
+    number, total = numbers
+    places = stratified(number, total, torch.Generator().manual_seed(seed))
+    assert len(places) == number
+    assert bool((places.diff() > 0).all())
+    assert set(places.tolist()) <= set(range(total))
+    for stop in range(total):  # of any stretch from the front about as many as its share
+        assert abs(int((places < stop).sum()) - number * stop / total) < 2
+    rest = without(places, total)
+    assert sorted([*places.tolist(), *rest.tolist()]) == list(range(total))
+
+
+@pytest.mark.parametrize(("number", "total"), [(1, 5), (2, 8), (3, 7), (4, 10), (5, 7), (6, 9), (7, 7)])
+def test_every_place_is_as_likely_as_any_other(number: int, total: int) -> None:
+    generator, num_draws = torch.Generator().manual_seed(0), 4000
+    counts = torch.zeros(total)
+    for _ in range(num_draws):
+        counts[stratified(number, total, generator)] += 1
+    chance = number / total
+    deviation = (num_draws * chance * (1 - chance)) ** 0.5
+    assert float((counts - num_draws * chance).abs().max()) <= 4 * deviation
+
+
+@settings(max_examples=100, deadline=None, derandomize=True, database=None)
+@given(own=st.integers(1, 20), rest=st.integers(0, 20), num_ranks=st.integers(1, 5), seed=st.integers(0, 99))
+def test_equal_stretches_have_as_many_places_where_that_can_be(
+    own: int, rest: int, num_ranks: int, seed: int
+) -> None:
+    size = own + rest
+    places = stratified(own * num_ranks, size * num_ranks, torch.Generator().manual_seed(seed))
+    assert torch.bincount(places // size, minlength=num_ranks).tolist() == [own] * num_ranks

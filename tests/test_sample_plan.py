@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import assume, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from blockhf import BlockHF, blocks
 from blockhf.batches import batch_size
-from blockhf.plan import WITHOUT_BATCH, Plan, curvature_samples, make_plan, share_samples
+from blockhf.plan import WITHOUT_BATCH, Plan, Role, Sizes, choose_sizes, curvature_samples, draw_plan
 from blockhf.policies import Choice, Sampling, Search, Situation
 from blockhf.policy import PolicyState, State
 from optimizer_tasks import Task
@@ -48,10 +48,9 @@ class Wanting(Sampling):
         return min(state.get("number", self.number), num_available)
 
 
-def plan(sizes: list[int], held_out: int, wanted: int, *, signal: bool = True, **options: Any) -> Plan:
+def chosen(number: int, held_out: int, wanted: int, *, signal: bool = True, **options: Any) -> Sizes:
     rest: dict[str, Any] = {"curvature_batch_size": None, "largest_block": 5000, **options}
-    given, state = rest.pop("given", None), rest.pop("state", {})
-    return make_plan(sizes, given, Holding(held_out), Wanting(wanted, signal), state, **rest)
+    return choose_sizes(number, Holding(held_out), Wanting(wanted, signal), rest.pop("state", {}), **rest)
 
 
 # --- how many ----------------------------------------------------------------------------------------
@@ -71,30 +70,28 @@ def plan(sizes: list[int], held_out: int, wanted: int, *, signal: bool = True, *
 def test_the_gradient_takes_what_the_sampling_wants_where_noise_shows(
     held_out: int, wanted: int, signal: bool, expected: int
 ) -> None:
-    made = plan([10_000], held_out, wanted, signal=signal)
-    assert (made.num_gradient, made.held_out) == (expected, [held_out])
-    assert made.seen == [0]
+    sizes = chosen(10_000, held_out, wanted, signal=signal)
+    assert sizes == Sizes(gradient=expected, curvature=expected, held_out=held_out, seen=0)
 
 
 def test_without_a_search_nothing_is_held_out_and_the_gradient_takes_all() -> None:
-    made = plan([10_000], 1000, 2000, searches=False)
-    assert (made.num_gradient, made.held_out) == (10_000, [0])
+    assert chosen(10_000, 1000, 2000, searches=False) == Sizes(10_000, 10_000)
 
 
 def test_the_sampling_decides_by_its_own_state() -> None:
-    assert plan([10_000], 1000, 2000, state={"number": 3000}).num_gradient == 3000
+    assert chosen(10_000, 1000, 2000, state={"number": 3000}).gradient == 3000
 
 
 def test_of_a_finite_set_as_many_are_seen_as_are_held_out() -> None:
-    assert plan([10_000], 1000, 2000, population=20_000).seen == [1000]
-    assert plan([10_000], 9500, 2000, population=20_000).seen == [500]  # or as many as the gradient has
-    assert plan([10_000], 0, 2000, population=20_000).seen == [0]
+    assert chosen(10_000, 1000, 2000, population=20_000).seen == 1000
+    assert chosen(10_000, 9500, 2000, population=20_000).seen == 500  # or as many as the gradient has
+    assert chosen(10_000, 0, 2000, population=20_000).seen == 0
 
 
 def test_a_batch_that_is_larger_than_the_population_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"^population is 150, but the batch alone has 200 samples\.$"):
-        plan([100, 100], 0, 100, population=150)
-    assert plan([100, 50], 0, 100, population=150).num_gradient == 150
+    with pytest.raises(ValueError, match=r"^population is 150, but the batch alone has 200 samples\."):
+        chosen(200, 0, 100, population=150)
+    assert chosen(150, 0, 100, population=150).gradient == 150
 
 
 @pytest.mark.parametrize(
@@ -121,75 +118,117 @@ def test_no_more_curvature_samples_than_the_gradient_has(asked: float | None, ex
     assert curvature_samples(asked, 7, 1) == expected
 
 
-# --- on which rank -----------------------------------------------------------------------------------
+# --- which, and on which rank -------------------------------------------------------------------------
 
-SIZES = st.lists(st.integers(1, 300), min_size=1, max_size=5)
+RANKS = st.lists(st.integers(1, 60), min_size=1, max_size=5)
+SEEDS = st.integers(0, 2**40)
+
+
+@st.composite
+def numbers(draw: st.DrawFn, total: int) -> Sizes:
+    """How many samples may be wanted of so many."""
+    held_out = draw(st.integers(0, total - 1))
+    gradient = draw(st.integers(1, total - held_out))
+    seen = min(held_out, gradient) if draw(st.booleans()) else 0
+    return Sizes(gradient, draw(st.integers(1, gradient)), held_out, seen)
+
+
+def roles(plan: Plan) -> dict[str, Role]:
+    found = {name: vars(plan)[name] for name in ("gradient", "curvature", "held_out", "seen")}
+    return {name: role for name, role in found.items() if role is not None}
+
+
+def places(role: Role) -> list[int]:
+    return list(range(sum(role.sizes))) if role.places is None else role.places.tolist()
 
 
 @LAWS
-@given(sizes=SIZES, data=st.data(), compares=st.booleans())
-def test_ranks_share_out_all_numbers_and_no_sample_is_both_held_out_and_the_gradient_s(
-    sizes: list[int], data: st.DataObject, compares: bool
+@given(sizes=RANKS, data=st.data(), seed=SEEDS)
+def test_there_are_as_many_as_are_wanted_none_twice_and_none_both_seen_and_held_out(
+    sizes: list[int], data: st.DataObject, seed: int
 ) -> None:
-    held_out = data.draw(st.integers(0, sum(sizes) - 1))
-    gradient = data.draw(st.integers(1, sum(sizes) - held_out))
-    curvature = data.draw(st.integers(1, gradient))
-    made = share_samples(sizes, held_out, gradient, curvature, compares_seen=compares)
-    assert (sum(made.held_out), made.num_gradient, made.num_curvature) == (held_out, gradient, curvature)
-    assert sum(made.seen) == (min(held_out, gradient) if compares else 0)
-    for rank, size in enumerate(sizes):
-        assert made.gradient[rank] + made.held_out[rank] <= size
-        assert made.curvature[rank] <= made.gradient[rank]
-        assert made.seen[rank] <= made.gradient[rank]
+    wanted = data.draw(numbers(sum(sizes)))
+    made = roles(draw_plan(sizes, wanted, seed))
+    assert set(made) == {"gradient", "curvature"} | {
+        name for name in ("held_out", "seen") if vars(wanted)[name]
+    }
+    for name, role in made.items():
+        assert len(set(places(role))) == len(places(role)) == sum(role.counts) == vars(wanted)[name]
+        assert places(role) == sorted(places(role))
+        assert all(0 <= count <= size for count, size in zip(role.counts, sizes, strict=True))
+    gradient = set(places(made["gradient"]))
+    assert set(places(made["curvature"])) <= gradient
+    if "held_out" in made:
+        assert not set(places(made["held_out"])) & gradient
+    if "seen" in made:
+        assert set(places(made["seen"])) <= gradient
 
 
 @LAWS
-@given(sizes=SIZES, data=st.data())
-def test_what_is_taken_has_the_numbers_of_the_plan_or_one_sample_of_no_weight(
-    sizes: list[int], data: st.DataObject
+@given(sizes=RANKS, data=st.data(), seed=SEEDS)
+def test_what_the_ranks_take_is_what_one_process_takes(
+    sizes: list[int], data: st.DataObject, seed: int
 ) -> None:
-    assume(sum(sizes) > 1)
-    held_out = data.draw(st.integers(1, sum(sizes) - 1))
-    gradient = data.draw(st.integers(1, sum(sizes) - held_out))
-    made = share_samples(sizes, held_out, gradient, data.draw(st.integers(1, gradient)), compares_seen=True)
-    for rank, size in enumerate(sizes):
-        batch = torch.arange(size)
-        takes = {
-            "gradient": made.take_gradient(batch, rank),
-            "curvature": made.take_curvature(batch, rank),
-            "held_out": made.take_held_out(batch, rank),
-            "seen": made.take_seen(batch, rank),
-        }
-        for name, taken in takes.items():
-            number = vars(made)[name][rank]
-            assert taken is not None
-            own, share = taken
-            assert (batch_size(own), share.own) == (max(number, 1), number)
-            assert share.total == sum(vars(made)[name])
-        seen, unseen = takes["gradient"], takes["held_out"]
-        assert seen is not None
-        assert unseen is not None
-        if made.gradient[rank] and made.held_out[rank]:
-            assert not set(seen[0].tolist()) & set(unseen[0].tolist())
+    wanted, total = data.draw(numbers(sum(sizes))), sum(sizes)
+    alone, together = roles(draw_plan([total], wanted, seed)), roles(draw_plan(sizes, wanted, seed))
+    assert alone.keys() == together.keys()
+    batch = torch.arange(total)
+    for name, role in together.items():
+        (everything, whole), pieces = alone[name].take(batch, 0), []
+        assert (whole.own, whole.total, whole.before) == (vars(wanted)[name], vars(wanted)[name], 0)
+        for rank, own in enumerate(torch.split(batch, sizes)):
+            taken, share = role.take(own, rank)
+            assert (share.own, share.total) == (role.counts[rank], whole.total)
+            assert share.before == sum(map(len, pieces))
+            assert batch_size(taken) == max(share.own, 1), "one of no weight stands in for none"
+            pieces.append(taken[: share.own])
+        assert torch.equal(torch.cat(pieces), everything)
 
 
-def test_the_gradient_has_the_front_the_curvature_its_front_and_the_end_is_held_out() -> None:
-    made = share_samples([10], 3, 5, 2, compares_seen=True)
-    batch = torch.arange(10)
-    takes = [made.take_gradient, made.take_curvature, made.take_held_out, made.take_seen]
-    assert [take(batch, 0)[0].tolist() for take in takes] == [  # type: ignore[index]
-        [0, 1, 2, 3, 4],
-        [0, 1],
-        [7, 8, 9],
-        [2, 3, 4],
-    ]
+@LAWS
+@given(num_ranks=st.integers(1, 5), own=st.integers(1, 20), rest=st.integers(1, 20), seed=SEEDS)
+def test_ranks_with_as_many_samples_take_as_many(num_ranks: int, own: int, rest: int, seed: int) -> None:
+    wanted = Sizes(num_ranks * own, num_ranks * own, num_ranks * rest)
+    made = draw_plan([own + rest] * num_ranks, wanted, seed)
+    assert made.gradient.counts == [own] * num_ranks
+    assert made.held_out is not None
+    assert made.held_out.counts == [rest] * num_ranks
+
+
+@pytest.mark.parametrize("name", ["gradient", "curvature", "held_out", "seen"])
+def test_every_sample_is_as_likely_as_any_other(name: str) -> None:
+    wanted, num_draws = Sizes(gradient=9, curvature=5, held_out=7, seen=7), 3000
+    counts = torch.zeros(20)
+    for seed in range(num_draws):
+        counts[places(roles(draw_plan([20], wanted, seed))[name])] += 1
+    chance = vars(wanted)[name] / 20
+    deviation = (num_draws * chance * (1 - chance)) ** 0.5
+    assert float((counts - num_draws * chance).abs().max()) <= 4 * deviation
+
+
+def test_another_seed_draws_others_and_the_same_seed_the_same() -> None:
+    wanted = Sizes(gradient=50, curvature=10, held_out=20, seen=20)
+    one, same, other = (roles(draw_plan([100], wanted, seed)) for seed in (3, 3, 4))
+    for name in one:
+        assert places(one[name]) == places(same[name])
+        assert places(one[name]) != places(other[name])
+
+
+def test_of_sorted_samples_each_kind_is_represented_by_its_share() -> None:
+    """Classes one after the other, of different sizes: the tail alone would be the last class."""
+    classes = torch.repeat_interleave(torch.arange(4), torch.tensor([400, 300, 200, 100]))
+    made = roles(draw_plan([1000], Sizes(gradient=600, curvature=60, held_out=250, seen=250), seed=0))
+    for name, role in made.items():
+        counts = torch.bincount(role.take(classes, 0)[0], minlength=4)
+        expected = counts.sum() * torch.tensor([0.4, 0.3, 0.2, 0.1])
+        assert float((counts - expected).abs().max()) < 0.02 * float(counts.sum()) + 3, name
 
 
 def test_where_all_is_the_gradient_s_the_batch_is_passed_on_as_it_is() -> None:
     batch = torch.arange(4)
-    made = share_samples([4, 2], 0, 6, 6)
-    assert made.take_gradient(batch, 0)[0] is batch
-    assert (made.take_held_out(batch, 0), made.take_seen(batch, 0)) == (None, None)
+    made = draw_plan([4, 2], Sizes(6, 6), seed=0)
+    assert made.gradient.take(batch, 0)[0] is batch
+    assert (made.held_out, made.seen) == (None, None)
     assert made.shares_samples
 
 
@@ -201,21 +240,22 @@ def test_where_all_is_the_gradient_s_the_batch_is_passed_on_as_it_is() -> None:
 def test_samples_are_shared_where_curvature_has_the_very_ones(
     num_curvature: int, given: list[int] | None, expected: bool
 ) -> None:
-    assert share_samples([6], 0, 6, num_curvature, given).shares_samples == expected
+    assert draw_plan([6], Sizes(6, num_curvature), 0, given).shares_samples == expected
 
 
 def test_a_curvature_batch_that_is_given_is_taken_whole() -> None:
-    made = plan([100, 50], 0, 100, given=[7, 9], curvature_batch_size=0.5)
+    made = draw_plan([100, 50], Sizes(150, 75), 0, given=[7, 9])
     own = torch.arange(9)
-    taken, share = made.take_curvature(own, 1)
+    taken, share = made.curvature.take(own, 1)
+    assert made.given
     assert taken is own
     assert (share.own, share.total, share.before) == (9, 16, 7)
 
 
 def test_an_objective_without_a_batch_has_one_sample_for_all() -> None:
     assert WITHOUT_BATCH.shares_samples
-    assert WITHOUT_BATCH.take_gradient(None, 0)[0] is None
-    assert WITHOUT_BATCH.take_held_out(None, 0) is None
+    assert WITHOUT_BATCH.gradient.take(None, 0)[0] is None
+    assert WITHOUT_BATCH.held_out is None
 
 
 # --- in the optimizer --------------------------------------------------------------------------------

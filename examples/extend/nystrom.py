@@ -4,9 +4,9 @@
 
 A preconditioner derives from ``Preconditioner``. ``prepare`` is called once a step and returns for each block
 an approximate inverse: any object with ``@``, or ``None``. It may multiply with the matrix through
-``operator``, or run the objective on ``samples``. What it keeps of a block goes into
-``state.of(block.name)``, all else into ``state.shared``. On a mesh ``samples.blocks`` are this rank's blocks,
-and products are those on the samples of all ranks.
+``operator``, run the objective on ``samples``, or ask ``curvature`` for random draws. What it keeps of a
+block goes into ``state.of(block.name)``, all else into ``state.shared``. On a mesh ``samples.blocks`` are
+this rank's blocks, and products are those on the samples of all ranks.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from blockhf import BlockOperator, LinearOperator, PolicyState, Preconditioner, Samples
+from blockhf import BlockOperator, Curvature, LinearOperator, PolicyState, Preconditioner, Samples
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,12 @@ class Nystrom(Preconditioner):
             raise ValueError(f"rank and every are {self.rank} and {self.every}, but must be at least 1.")
 
     def prepare(
-        self, samples: Samples, operator: BlockOperator, dampings: Sequence[float], state: PolicyState
+        self,
+        samples: Samples,
+        curvature: Curvature,
+        operator: BlockOperator,
+        dampings: Sequence[float],
+        state: PolicyState,
     ) -> Sequence[LinearOperator | None]:
         num_steps = state.shared.get("num_steps", 0)
         state.shared["num_steps"] = num_steps + 1

@@ -7,6 +7,7 @@ from blockhf.curvature import (
     Curvature,
     DoubleBackward,
     EmpiricalFisher,
+    Factored,
     Formed,
     GaussNewton,
     Hessian,
@@ -14,6 +15,7 @@ from blockhf.curvature import (
     Products,
     Traced,
 )
+from blockhf.fitting import LeastSquaresResult, least_squares
 from blockhf.linalg import (
     BlockOperator,
     Cholesky,
@@ -45,6 +47,7 @@ from blockhf.policies import (
     NoiseScale,
     Outcome,
     Proposal,
+    RelativeDamping,
     Sampling,
     Search,
     Situation,
@@ -79,6 +82,7 @@ __all__ = [
     "DoubleBackward",
     "EmpiricalFisher",
     "Evaluation",
+    "Factored",
     "FixedStep",
     "Formed",
     "ForwardingOperator",
@@ -86,6 +90,7 @@ __all__ = [
     "Hessian",
     "Identity",
     "Kronecker",
+    "LeastSquaresResult",
     "LevenbergMarquardt",
     "LinearOperator",
     "MonteCarloFisher",
@@ -98,6 +103,7 @@ __all__ = [
     "Preconditioner",
     "Products",
     "Proposal",
+    "RelativeDamping",
     "Samples",
     "Sampling",
     "Search",
@@ -114,5 +120,6 @@ __all__ = [
     "blocks",
     "conjugate_gradient",
     "curvature",
+    "least_squares",
     "mesh",
 ]

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, fx, nn
+from torch.autograd.function import once_differentiable
 from torch.utils import flop_counter
 
 _aten = torch.ops.aten
@@ -148,6 +149,20 @@ def saved(node: Any, name: str) -> Any:
     return getattr(node, SAVED + name)
 
 
+def differentiates_once(node: Any) -> bool:
+    """Whether a node of a graph is a function of the user's whose derivative is a constant to autograd.
+
+    Without the private name it is not found out, and its second derivative is zero in silence.
+    """
+    try:
+        return type(node)._forward_cls.backward.__code__ is _ONCE
+    except AttributeError:
+        return False
+
+
+_ONCE = once_differentiable(lambda ctx: None).__code__
+
+
 def parameter_of(node: Any) -> Tensor | None:
     """The tensor whose gradient a node accumulates, if it is one of those."""
     is_leaf = node is not None and node.name() == PARAMETER and hasattr(type(node), "variable")
@@ -210,6 +225,15 @@ def peak_memory(device: torch.device) -> int | None:
         return int(torch.accelerator.max_memory_allocated(device))
     except AttributeError:
         return None
+
+
+def is_distributed_tensor(tensor: Tensor) -> bool:
+    """Whether it is a ``DTensor``. Without that class there is none."""
+    try:
+        from torch.distributed.tensor import DTensor
+    except ImportError:
+        return False
+    return isinstance(tensor, DTensor)
 
 
 def set_group_timeout(group: dist.ProcessGroup, timeout: datetime.timedelta) -> None:

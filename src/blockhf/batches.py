@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import copy
-import itertools
+import math
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
+from torch.nn.utils.rnn import PackedSequence
 
 
 def tensors_of(nest: Any) -> Iterator[Tensor]:
@@ -26,11 +29,14 @@ def tensors_of(nest: Any) -> Iterator[Tensor]:
 def batch_size(batch: Any) -> int:
     """The common first dimension of the tensors of a batch.
 
-    >>> import torch
+    Raises:
+        ValueError: There is none, or there are members of which nobody can say whether they have samples.
+
     >>> batch_size({"image": torch.zeros(5, 3), "label": torch.zeros(5)})
     5
     """
-    sizes = sorted({tensor.shape[0] for tensor in tensors_of(batch) if tensor.dim() > 0})
+    _check_members(batch)
+    sizes = sorted({len(member) for member in _sampled(batch)})
     if not sizes:
         raise ValueError(
             "The batch holds no tensor with a sample dimension. Pass tensors, or tuples, lists or dicts of "
@@ -42,30 +48,94 @@ def batch_size(batch: Any) -> int:
             "Put the samples first in each of them."
         )
     if sizes == [0]:
-        raise ValueError("The batch is empty.")
+        raise ValueError("The batch is empty. Pass at least one sample, or skip the step.")
     return sizes[0]
+
+
+def check_curvature_batch(batch: Any, curvature_batch: Any) -> None:
+    """Raise where a curvature batch is nothing that the objective could take in place of the batch."""
+    if curvature_batch is None:
+        return
+    if batch is None:
+        raise ValueError("A curvature batch was given without a gradient batch. Give both.")
+    kinds = [[(t.dtype, t.dim()) for t in tensors_of(given)] for given in (batch, curvature_batch)]
+    if kinds[0] != kinds[1]:
+        raise ValueError(
+            "The third argument of step is the curvature batch, and it does not look like the batch: "
+            f"{_listed(kinds[1])} against {_listed(kinds[0])}. Pass inputs and targets together, as "
+            "step(objective, (inputs, targets))."
+        )
+
+
+def _listed(kinds: Sequence[tuple[torch.dtype, int]]) -> str:
+    return ", ".join(f"{dtype} of {dim} dimensions" for dtype, dim in kinds) or "no tensor"
 
 
 def take(batch: Any, start: int, stop: int) -> Any:
     """The samples ``start`` to ``stop`` of a batch, in the same nesting.
 
-    Numbers, ``None`` and whatever else is no tensor with a sample dimension are passed on as they are.
+    Lists of numbers or words, and arrays, that are as long as there are samples are cut too. Other numbers,
+    ``None`` and whatever else has no samples is passed on as it is.
 
-    >>> import torch
-    >>> take({"x": torch.arange(4), "scale": 0.5}, 1, 3)
-    {'x': tensor([1, 2]), 'scale': 0.5}
+    >>> take({"x": torch.arange(4), "scale": 0.5, "name": ["a", "b", "c", "d"]}, 1, 3)
+    {'x': tensor([1, 2]), 'scale': 0.5, 'name': ['b', 'c']}
     """
-    return _mapped(batch, lambda tensor: tensor[start:stop] if tensor.dim() > 0 else tensor)
+    return _cut(batch, lambda member: member[start:stop])
+
+
+def select(batch: Any, places: Tensor) -> Any:
+    """The samples at some places of a batch, in the same nesting.
+
+    >>> select((torch.arange(4) * 10, ["a", "b", "c", "d"]), torch.tensor([0, 3]))
+    (tensor([ 0, 30]), ['a', 'd'])
+    """
+
+    def pick(member: Any) -> Any:
+        if isinstance(member, Tensor):
+            chosen = member.index_select(0, places.to(member.device)) if member.dim() > 0 else member
+            return chosen.detach().requires_grad_() if member.requires_grad and member.is_leaf else chosen
+        if isinstance(member, (list, tuple)):
+            return type(member)(member[place] for place in places.tolist())
+        return member[places.numpy()]
+
+    return _cut(batch, pick)
 
 
 def rebuild(batch: Any, tensors: Iterable[Tensor]) -> Any:
     """The same nesting with other tensors, given in the order of ``tensors_of``."""
     others = iter(tensors)
-    return _mapped(batch, lambda _: next(others))
+    return _mapped(batch, lambda member: next(others) if isinstance(member, Tensor) else member)
 
 
-def _mapped(nest: Any, function: Callable[[Tensor], Tensor]) -> Any:
-    if isinstance(nest, Tensor):
+def _cut(batch: Any, cut: Callable[[Any], Any]) -> Any:
+    size = next((len(member) for member in _sampled(batch)), None)
+
+    def part(member: Any) -> Any:
+        if isinstance(member, Tensor):
+            return cut(member) if member.dim() > 0 else member
+        return cut(member) if _is_array(member) or len(member) == size else member
+
+    return _mapped(batch, part)
+
+
+def _sampled(batch: Any) -> Iterator[Any]:
+    """The members that have a sample dimension for certain: tensors and arrays."""
+    if isinstance(batch, Tensor):
+        if batch.dim() > 0:
+            yield batch
+    elif _is_array(batch):
+        yield batch
+    elif isinstance(batch, Mapping):
+        for value in batch.values():
+            yield from _sampled(value)
+    elif isinstance(batch, (tuple, list)):
+        for value in batch:
+            yield from _sampled(value)
+
+
+def _mapped(nest: Any, function: Callable[[Any], Any]) -> Any:
+    """The same nesting with ``function`` of each tensor, array, and list of plain values."""
+    if isinstance(nest, Tensor) or _is_array(nest) or _is_plain(nest):
         return function(nest)
     if isinstance(nest, Mapping):
         values = {key: _mapped(value, function) for key, value in nest.items()}
@@ -80,6 +150,41 @@ def _mapped(nest: Any, function: Callable[[Tensor], Tensor]) -> Any:
     if isinstance(nest, (tuple, list)):
         return type(nest)(_mapped(value, function) for value in nest)
     return nest
+
+
+def _is_array(member: Any) -> bool:
+    """Whether it is an array of numpy with a first dimension; numpy is asked only where it is in use."""
+    numpy = sys.modules.get("numpy")
+    return numpy is not None and isinstance(member, numpy.ndarray) and member.ndim > 0
+
+
+def _is_plain(member: Any) -> bool:
+    """Whether it is a list or tuple of numbers and words."""
+    return (
+        type(member) in (list, tuple)
+        and len(member) > 0
+        and all(isinstance(value, (int, float, complex, str, bytes, type(None))) for value in member)
+    )
+
+
+def _check_members(batch: Any) -> None:
+    if isinstance(batch, PackedSequence):
+        raise ValueError(
+            "The batch holds a PackedSequence, whose samples are interleaved. Pass the padded tensor and the "
+            "lengths, and pack them in the objective with pack_padded_sequence(..., batch_first=True)."
+        )
+    if isinstance(batch, Tensor):
+        if batch.layout is not torch.strided or batch.is_nested:
+            raise ValueError(
+                f"The batch holds a tensor of layout {batch.layout}, of which samples cannot be taken. Pass "
+                "a dense one, and convert it in the objective."
+            )
+    elif isinstance(batch, Mapping):
+        for value in batch.values():
+            _check_members(value)
+    elif isinstance(batch, (tuple, list)):
+        for value in batch:
+            _check_members(value)
 
 
 @dataclass(frozen=True)
@@ -110,22 +215,37 @@ class Share:
         return self.own / self.total if self.total else 0.0
 
 
-def share_out(number: int, sizes: Sequence[int]) -> list[int]:
-    """Take a number of samples from shards in proportion to their sizes.
+def stratified(number: int, total: int, generator: torch.Generator) -> Tensor:
+    """Random places, in order: one out of each of ``number`` equal stretches of ``total``.
 
-    >>> share_out(10, [100, 100, 50])
-    [4, 4, 2]
-    >>> share_out(3, [1, 1, 1, 1])
-    [1, 1, 1, 0]
+    Every place is as likely as any other, and samples that come in an order are all represented. Where the
+    samples are shared out evenly over processes, each has as many of the places.
+
+    >>> places = stratified(4, 100, torch.Generator().manual_seed(0))
+    >>> [int(place) // 25 for place in places]
+    [0, 1, 2, 3]
     """
-    total = sum(sizes)
-    number = min(number, total)
-    exact = [number * size / total if total else 0.0 for size in sizes]
-    shares = [int(share) for share in exact]
-    by_rest = sorted(range(len(sizes)), key=lambda rank: (shares[rank] - exact[rank], rank))
-    for rank in itertools.islice(itertools.cycle(by_rest), 2 * len(sizes)):
-        if sum(shares) == number:
-            break
-        if shares[rank] < sizes[rank]:
-            shares[rank] += 1
-    return shares
+    if number == 0:
+        return torch.empty(0, dtype=torch.long, device="cpu")
+    # Stretches of different lengths would not treat all places alike, so they begin at a random place, within
+    # the shortest period of places that has a whole number of them: ranks of one size keep equal counts.
+    num_periods = math.gcd(number, total)
+    own, period = number // num_periods, total // num_periods
+    kind: dict[str, Any] = {"dtype": torch.float64, "device": "cpu"}
+    shifts = torch.rand(num_periods, 1, generator=generator, **kind)
+    starts = ((torch.arange(own, **kind) + shifts) * (period / own)).long()
+    widths = torch.cat([starts[:, 1:], starts[:, :1] + period], dim=1) - starts
+    draws = torch.rand(num_periods, own, generator=generator, **kind)
+    places = (starts + torch.minimum((draws * widths).long(), widths - 1)) % period
+    return (places.sort(dim=1)[0] + period * torch.arange(num_periods, device="cpu")[:, None]).flatten()
+
+
+def without(places: Tensor, total: int) -> Tensor:
+    """All other places, in order.
+
+    >>> without(torch.tensor([1, 2]), 4)
+    tensor([0, 3])
+    """
+    mask = torch.ones(total, dtype=torch.bool, device="cpu")
+    mask[places] = False
+    return mask.nonzero()[:, 0]

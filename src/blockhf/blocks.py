@@ -22,6 +22,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from blockhf._torch import is_distributed_tensor
+
 Group = dict[str, Any]
 Named = list[tuple[str, Tensor]]
 
@@ -131,6 +133,12 @@ def check_block(block: str, named: Named) -> None:
         if param in seen:
             raise ValueError(_in_two_blocks(name, block, block))
         seen[param] = name
+        if is_distributed_tensor(param):
+            raise ValueError(
+                f"Parameter {name} of block {block!r} is a DTensor, of which this process has a piece (FSDP, "
+                "tensor parallelism). Give the optimizer a model with whole parameters on each rank, and let "
+                "blockhf.mesh(block=..., data=...) share out the work."
+            )
         if not param.is_floating_point():
             raise ValueError(
                 f"Parameter {name} of block {block!r} is of {param.dtype}; only real floating-point "

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -10,15 +10,21 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
 from blockhf.blocks import Block
+from blockhf.isolation import Restored
 from blockhf.ledger import Ledger
 from blockhf.meshes import Distributed, Local, Mesh
 from blockhf.options import (
+    PLAN,
     POLICIES,
     SETTINGS,
     check_group,
+    check_is_state,
+    check_known,
     check_new_group,
+    check_params,
     check_policies,
     check_settings,
+    check_state,
     describe_groups,
     read_policies,
 )
@@ -48,9 +54,10 @@ class BlockOptimizer(Optimizer):
     def __init__(self, params: Iterable[Any], defaults: dict[str, Any], mesh: DeviceMesh | None) -> None:
         self.report = None
         self.ledger = Ledger()
-        self.policy_state = {name: PolicyState() for name in POLICIES}
+        self.policy_state = {name: PolicyState() for name in (*POLICIES, PLAN)}
         self.mesh: Mesh = Local() if mesh is None else Distributed(mesh)
         self.structures = Structures()
+        check_params(params)
         super().__init__(params, defaults)
         params = [param for group in self.param_groups for param in group["params"]]
         self.mesh.join(self._description(), params)
@@ -63,6 +70,7 @@ class BlockOptimizer(Optimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a block."""
         group = check_new_group(param_group, self.param_groups)
+        check_known(group, self.defaults)
         check_group(group["name"], {**self.defaults, **group})
         super().add_param_group(group)
         self.mesh.place(group["name"], self.param_groups[-1]["params"])
@@ -83,16 +91,33 @@ class BlockOptimizer(Optimizer):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state, after which the next step is the one that the saved optimizer would have made."""
-        policies = read_policies(state_dict)
-        # Torch's distributed checkpoints turn the parameters' numbers into words.
-        by_number = {int(key): value for key, value in state_dict["state"].items()}
-        super().load_state_dict({**state_dict, "state": by_number})
+        check_is_state(state_dict)
+        policies: dict[str, PolicyState] = {}
+
+        def check(_: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
+            check_state(state, self.param_groups, self.defaults)
+            policies.update(read_policies(state))
+            # Torch's distributed checkpoints turn the parameters' numbers into words.
+            return {**state, "state": {int(key): value for key, value in state["state"].items()}}
+
+        # Between the hooks of others: those before may mend a state, and those after see all of it.
+        handles = (
+            self.register_load_state_dict_pre_hook(check),
+            self.register_load_state_dict_post_hook(lambda _: self._load_policies(policies), prepend=True),
+        )
+        try:
+            super().load_state_dict(state_dict)
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def _load_policies(self, policies: Mapping[str, PolicyState]) -> None:
         foreign = [group for group in self.param_groups if not self.mesh.owns(group["name"])]
         for group in foreign:
             for param in group["params"]:
                 if param in self.state:
                     self.state[param].pop("direction", None)
-        self.policy_state.update({name: policies.get(name, PolicyState()) for name in POLICIES})
+        self.policy_state.update({name: policies.get(name, PolicyState()) for name in (*POLICIES, PLAN)})
         for name in OWNED:
             for group in foreign:
                 self.policy_state[name].blocks.pop(group["name"], None)
@@ -104,6 +129,25 @@ class BlockOptimizer(Optimizer):
         own = {**self._policies(), **self._settings(), "report": self.report, "mesh": self.mesh}
         return {**super().__getstate__(), **own, **made_again}
 
+    def _transaction(self, blocks: Sequence[Block]) -> Restored:
+        """A context that an exception leaves with all as it was before."""
+        policies = {name: own.outline() for name, own in self.policy_state.items()}
+        states = {param: dict(own) for param, own in self.state.items()}
+        dampings = [group["damping"] for group in self.param_groups]
+        gradients = [(param, param.grad) for block in blocks for param in block.params]
+        report = self.report
+
+        def put_back() -> None:
+            self.policy_state, self.report = policies, report
+            self.state.clear()
+            self.state.update(states)
+            for group, damping in zip(self.param_groups, dampings, strict=True):
+                group["damping"] = damping
+            for param, gradient in gradients:
+                param.grad = gradient
+
+        return Restored(blocks, put_back)
+
     def _policies(self) -> dict[str, Policy]:
         return {name: vars(self)[name] for name in POLICIES}
 
@@ -113,7 +157,9 @@ class BlockOptimizer(Optimizer):
     def _description(self) -> dict[str, Any]:
         """What must be the same on all ranks."""
         described = {name: policy.describe() for name, policy in self._policies().items()}
-        return {**describe_groups(self.param_groups, self.defaults), **self._settings(), **described}
+        # Functions are not compared: each rank has its own.
+        settings = {name: "a function" if callable(own) else own for name, own in self._settings().items()}
+        return {**describe_groups(self.param_groups, self.defaults), **settings, **described}
 
     def _blocks(self) -> list[Block]:
         blocks = []
@@ -126,3 +172,17 @@ class BlockOptimizer(Optimizer):
 
     def _updates(self, param: Tensor) -> int:
         return int(self.state[param]["step"]) if param in self.state else 0
+
+    def _start(self, group: dict[str, Any], block: Block) -> Tensor | None:
+        last = [self.state.get(param, {}).get("direction") for param in block.params]
+        if group["warm_start"] == 0 or all(direction is None for direction in last):
+            return None
+        last = [own if own is None else own.to(like) for own, like in zip(last, block.params, strict=True)]
+        return block.flatten(last).mul_(group["warm_start"])
+
+    def _max_steps(self, group: dict[str, Any], block: Block) -> int:
+        if group["slow_start"] is not None:
+            num_updates, max_cg_steps = group["slow_start"]
+            if self._updates(block.params[0]) < num_updates:
+                return int(min(max_cg_steps, group["max_cg_steps"]))
+        return int(group["max_cg_steps"])

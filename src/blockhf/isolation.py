@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+import threading
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.modules.module import register_module_forward_pre_hook
+from torch.utils.hooks import RemovableHandle
 
 from blockhf._torch import is_functorch_wrapper, own_buffers
+from blockhf.blocks import Block
 
 
 class RandomState:
@@ -39,46 +42,120 @@ class RandomState:
             outside.restore()
 
 
+class _Open(threading.local):
+    """What this thread has isolated at the moment."""
+
+    def __init__(self) -> None:
+        self.buffers: list[IsolatedBuffers] = []
+
+
+_open = _Open()
+
+
 class IsolatedBuffers(contextlib.AbstractContextManager["IsolatedBuffers"]):
     """Lets modules write into copies of their buffers; ``commit`` makes the copies' values real.
 
     So the running statistics of BatchNorm, and whatever else a forward pass keeps in a buffer, move
-    only where the caller says so. Modules are found as they are called, wherever they come from.
+    only where the caller says so. Modules are found as this thread calls them, wherever they come from.
+
+    Args:
+        modules: Modules whose buffers may be written without a call, e.g. in a method; they are isolated too.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, modules: Sequence[nn.Module] = ()) -> None:
+        self._given = modules
         self._swapped: dict[tuple[nn.Module, str], tuple[Tensor, Tensor]] = {}
         self.modules: dict[nn.Module, None] = {}  # those that were called, in order
+        self._hook: RemovableHandle | None = None
 
     def __enter__(self) -> IsolatedBuffers:
         self._swapped.clear()
         self.modules.clear()
-        self._hook = register_module_forward_pre_hook(self._isolate)
+        self._thread = threading.get_ident()
+        _open.buffers.append(self)
+        self._hook = register_module_forward_pre_hook(self._called)
+        for module in self._given:
+            self._isolate(module)
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._hook.remove()
+        self.close()
+
+    def close(self) -> None:
+        """Put the buffers back; it may be done again where it was interrupted."""
+        if self._hook is not None:
+            self._hook.remove()
         for (module, name), (original, stand_in) in self._swapped.items():
             # A module may have put a new tensor in place instead of writing into the old one.
             now = own_buffers(module).get(name)
-            self._swapped[module, name] = (original, stand_in if now is None else now)
-            own_buffers(module)[name] = original
+            if now is not original:
+                self._swapped[module, name] = (original, stand_in if now is None else now)
+                own_buffers(module)[name] = original
+        if self in _open.buffers:
+            _open.buffers.remove(self)
 
-    def _isolate(self, module: nn.Module, _: Any) -> None:
-        self.modules[module] = None
+    def _called(self, module: nn.Module, _: Any) -> None:
+        if threading.get_ident() == self._thread:
+            self.modules[module] = None
+            self._isolate(module)
+
+    def _isolate(self, module: nn.Module) -> None:
         for name, buffer in own_buffers(module).items():
             if buffer is not None and (module, name) not in self._swapped and not _transient(buffer):
                 stand_in = buffer.clone()
                 self._swapped[module, name] = (buffer, stand_in)
                 own_buffers(module)[name] = stand_in
 
+    @property
+    def originals(self) -> list[Tensor]:
+        """The buffers that ``commit`` writes to."""
+        return [original for original, _ in self._swapped.values()]
+
     @torch.no_grad()
-    def commit(self) -> None:
+    def commit(self, names: Collection[str] | None = None) -> None:
+        """Make the copies' values real: of all buffers, or of those of some names."""
         for (module, name), (original, stand_in) in self._swapped.items():
+            if names is not None and name not in names:
+                continue
             if original.shape == stand_in.shape:
                 original.copy_(stand_in)
             else:  # the module put in a tensor of another size
                 own_buffers(module)[name] = stand_in.detach()
+
+
+class Restored(contextlib.AbstractContextManager["Restored"]):
+    """Puts parameters, buffers, flags and random numbers back where an exception ends the context.
+
+    Args:
+        blocks: The blocks of the parameters.
+        also: Called after that, to put other things back.
+    """
+
+    def __init__(self, blocks: Sequence[Block], also: Callable[[], None]) -> None:
+        self.blocks, self._also = blocks, also
+        self.origin = [block.values() for block in blocks]
+        self._params = [param for block in blocks for param in block.params]
+        self._random = RandomState(sorted({param.device for param in self._params}, key=str))
+        self._buffers: list[tuple[Tensor, Tensor]] = []
+        self._num_open = len(_open.buffers)
+
+    def protect(self, buffers: Sequence[Tensor]) -> None:
+        """Keep copies of buffers that are about to be written."""
+        self._buffers += [(buffer, buffer.clone()) for buffer in buffers]
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is None:
+            return
+        for buffers in reversed(_open.buffers[self._num_open :]):
+            buffers.close()
+        for param in self._params:
+            param.requires_grad_(True)
+        for block, value in zip(self.blocks, self.origin, strict=True):
+            block.visit_(value)
+        for buffer, value in self._buffers:
+            buffer.data.copy_(value)
+        self._random.restore()
+        self._also()
 
 
 @contextlib.contextmanager
@@ -91,9 +168,9 @@ def twice_differentiable() -> Iterator[None]:
 @contextlib.contextmanager
 def frozen(params: Sequence[Tensor]) -> Iterator[None]:
     """No graph to the parameters, while derivatives inside the objective still work."""
-    for param in params:
-        param.requires_grad_(False)
     try:
+        for param in params:
+            param.requires_grad_(False)
         yield
     finally:
         for param in params:

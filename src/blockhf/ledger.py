@@ -34,7 +34,7 @@ class Work:
 class Ledger:
     """Adds up the operations of a step. Each kind of work is counted the first time it is done.
 
-    What is known is remembered by the kind of work, the key that its caller gives, and the ``scope``: all
+    What is known is remembered by the kind of work, the key that its caller gives, and the scope: all
     else that a count depends on (the objective, modes of modules, which parameters are trained).
 
     >>> import torch
@@ -49,7 +49,8 @@ class Ledger:
     def __init__(self) -> None:
         self.totals: dict[str, int] = {}
         self.work = Work()
-        self.scope: Hashable = None
+        self._scope = 0
+        self._scopes: dict[Hashable, int] = {}
         self._known: dict[Hashable, int] = {}
         self._inside = False
 
@@ -57,7 +58,8 @@ class Ledger:
         """Start a step."""
         self.totals.clear()
         self.work = Work()
-        self.scope = scope
+        self._scope = self._scopes.setdefault(scope, len(self._scopes))  # a number, as it is often looked up
+        self._inside = False
 
     @property
     def total(self) -> int:
@@ -82,10 +84,11 @@ class Ledger:
         Such work is done once for an objective, and again by a run that is resumed, so that no decision may
         go by it.
         """
-        before = dict(self.totals)
+        before, work = dict(self.totals), asdict(self.work)
         try:
             yield
         finally:
+            vars(self.work).update(work)
             spent = self.total - sum(before.values())
             self.totals.clear()
             self.totals.update(before)
@@ -100,7 +103,7 @@ class Ledger:
         if self._inside:
             yield
             return
-        place = (kind, key, self.scope)
+        place = (kind, key, self._scope)
         self._inside = True
         try:
             if place in self._known:
@@ -115,4 +118,4 @@ class Ledger:
 
     def known(self, kind: str, *key: Hashable) -> int | None:
         """The operations of a kind of work, if it was done before."""
-        return self._known.get((kind, key, self.scope))
+        return self._known.get((kind, key, self._scope))

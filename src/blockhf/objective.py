@@ -11,6 +11,7 @@ An objective is the user's own code. It takes a batch and returns the outputs an
 from __future__ import annotations
 
 import functools
+import inspect
 import types
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
@@ -19,10 +20,12 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from blockhf._torch import differentiates_once
 from blockhf.batches import batch_size, tensors_of
 
 Objective = Callable[..., Any]
-Reduction = Literal["mean", "sum"]
+Reduction = Literal["mean", "sum"] | Callable[[Any], Any]
+"""Mean or sum over samples, or a weighted mean whose total weight a function of the batch gives."""
 
 _WRITE = "Write `return outputs, loss`, where the loss is computed from the outputs."
 
@@ -42,7 +45,14 @@ def evaluate(objective: Objective, batch: Any = None) -> Evaluation:
 
     ``batch=None`` calls it without arguments, which is torch's closure convention.
     """
-    returned = objective() if batch is None else objective(batch)
+    check_objective(objective)
+    given = () if batch is None else (batch,)
+    try:
+        returned = objective(*given)
+    except TypeError as error:
+        if (hint := _wrong_arguments(objective, given)) is None:
+            raise
+        raise TypeError(hint) from error
     if isinstance(returned, Tensor):
         outputs, loss = None, returned
     elif isinstance(returned, tuple) and len(returned) == 2:
@@ -55,9 +65,24 @@ def evaluate(objective: Objective, batch: Any = None) -> Evaluation:
             "Leave out .item() and float()."
         )
     if loss.numel() != 1:
+        swapped = isinstance(outputs, Tensor) and outputs.dim() == 0
         raise ValueError(
             f"The objective's loss has shape {tuple(loss.shape)}, but must be one number. "
-            "Write loss.mean(), or loss.sum() together with reduction='sum'."
+            + (
+                "Outputs and loss are swapped: the outputs come first."
+                if swapped
+                else "Write loss.mean(), or loss.sum() together with reduction='sum'."
+            )
+        )
+    if loss.is_complex():
+        raise ValueError(
+            f"The objective's loss is of {loss.dtype}, but must be a real number. Write loss.abs() or "
+            "loss.real."
+        )
+    if any(tensor.is_complex() and tensor.requires_grad for tensor in tensors_of(outputs)):
+        raise ValueError(
+            "An output is complex, and its curvature is not defined here. Return "
+            "torch.view_as_real(outputs), and compute the loss from that."
         )
     tensors = tuple(
         tensor for tensor in tensors_of(outputs) if tensor.is_floating_point() and tensor.requires_grad
@@ -66,10 +91,71 @@ def evaluate(objective: Objective, batch: Any = None) -> Evaluation:
     return Evaluation(tensors, loss.reshape(()), num_samples)
 
 
-def check_outputs(evaluation: Evaluation) -> None:
+def check_objective(objective: Any) -> None:
+    """Raise unless it can be called."""
+    if not callable(objective):
+        kind = "None" if objective is None else f"a {type(objective).__name__}"
+        raise ValueError(
+            f"The objective is {kind}, which cannot be called. Pass a function that returns outputs "
+            "and loss: optimizer.step(objective, batch)."
+        )
+
+
+def _wrong_arguments(objective: Objective, given: tuple[Any, ...]) -> str | None:
+    """What to say where a call failed because the objective takes other arguments than those given."""
+    try:
+        signature = inspect.signature(objective)
+    except (TypeError, ValueError):
+        return None
+    try:
+        signature.bind(*given)
+    except TypeError as error:
+        remedy = (
+            "The batch is passed as one argument, whatever it holds: write `def objective(batch):` and "
+            "`inputs, targets = batch` in it. An objective of no arguments goes with step(objective)."
+            if given
+            else "Give the batch to it: step(objective, batch)."
+        )
+        number = "1 argument" if given else "no argument"
+        return f"The objective is called with {number}, and its own are {signature}: {error}. {remedy}"
+    return None
+
+
+def check_derivatives(evaluation: Evaluation) -> None:
+    """Raise where a second derivative of the loss would be zero in silence."""
+    if evaluation.loss.requires_grad:
+        _check_once(evaluation, _ancestors(evaluation.loss), twice_in_loss=True)
+
+
+def _check_once(evaluation: Evaluation, behind_loss: set[tuple[Any, int]], *, twice_in_loss: bool) -> None:
+    nodes = {evaluation.loss.grad_fn, *(node for node, _ in behind_loss)}
+    once = [node for node in nodes if differentiates_once(node)]
+    if not once:
+        return
+    network = {node for output in evaluation.outputs for node, _ in {*_ancestors(output), _edge(output)}}
+    for node in once:
+        if node in network:
+            where = "the network"
+            remedy = "write it out in operations that torch can differentiate twice"
+        elif twice_in_loss:
+            where, remedy = "the loss", "use curvature=EmpiricalFisher()"
+        else:
+            continue
+        name = type(node).__name__.removesuffix("Backward")
+        raise ValueError(
+            f"An operation of {where} cannot be differentiated twice ({name} is marked with "
+            f"once_differentiable): {remedy}, or leave out the mark where its derivative is differentiable."
+        )
+
+
+def check_outputs(evaluation: Evaluation, *, twice_in_loss: bool = True) -> None:
     """Raise unless the loss is a function of the outputs and no output is one of another output.
 
     Without that, the derivatives of the loss with respect to the outputs are not what they seem.
+
+    Args:
+        evaluation: What the objective returned.
+        twice_in_loss: Whether the loss will be differentiated twice by the outputs.
     """
     outputs, loss = evaluation.outputs, evaluation.loss
     if not outputs:
@@ -78,7 +164,8 @@ def check_outputs(evaluation: Evaluation) -> None:
             + _WRITE
         )
     edges = [_edge(output) for output in outputs]
-    if not loss.requires_grad or not _ancestors(loss).intersection(edges):
+    behind_loss = _ancestors(loss) if loss.requires_grad else set()
+    if not behind_loss.intersection(edges):
         raise ValueError(
             "The loss does not depend on the outputs through the graph: it was computed from other "
             "tensors, or from a detached or re-computed copy. " + _WRITE
@@ -88,8 +175,11 @@ def check_outputs(evaluation: Evaluation) -> None:
             if edges.count(edges[i]) > 1 or not _ancestors(output).isdisjoint(edges):
                 raise ValueError(
                     f"Output {i}, of shape {tuple(output.shape)}, is computed from another output. Return "
-                    "only those tensors from which the loss is computed at last, e.g. the logits."
+                    "only those tensors from which the loss is computed at last, e.g. the logits; where the "
+                    "loss needs both, return x.clone() of the earlier one and compute the loss from the "
+                    "clone."
                 )
+    _check_once(evaluation, behind_loss, twice_in_loss=twice_in_loss)
 
 
 def num_nodes(evaluation: Evaluation) -> int:
@@ -117,6 +207,44 @@ def identity(objective: Any) -> Hashable:
         cells = [_contents(cell) for cell in objective.__closure__ or ()]
         return (objective.__code__, *map(_held, cells), *map(_held, objective.__defaults__ or ()))
     return id(objective)
+
+
+def modules_in(objective: Any) -> list[nn.Module]:
+    """The modules that an objective refers to: in its closure, among its globals, as its ``self``.
+
+    A module whose methods are called, and not the module itself, is found in no other way.
+    """
+    found: dict[nn.Module, None] = {}
+    seen: set[int] = set()
+    todo: list[Any] = [objective]
+    while todo:
+        value = todo.pop()
+        if id(value) in seen:
+            continue
+        seen.add(id(value))
+        if isinstance(value, nn.Module):
+            found.update(dict.fromkeys(value.modules()))
+        elif isinstance(value, functools.partial):
+            todo += [value.func, *value.args, *value.keywords.values()]
+        elif isinstance(value, types.MethodType):
+            owner = value.__self__
+            todo += [
+                value.__func__,
+                owner,
+                *(own for own in _attributes(owner) if isinstance(own, nn.Module)),
+            ]
+        elif isinstance(value, types.FunctionType) and not value.__module__.startswith("torch"):
+            names = [name for name in value.__code__.co_names if name in value.__globals__]
+            todo += [_contents(cell) for cell in value.__closure__ or ()]
+            todo += [value.__globals__[name] for name in names]
+    return list(found)
+
+
+def _attributes(owner: Any) -> list[Any]:
+    try:
+        return list(vars(owner).values())
+    except TypeError:
+        return []
 
 
 def _contents(cell: Any) -> Any:

@@ -10,47 +10,34 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from blockhf.batches import Share, batch_size
+from blockhf.batches import Share, batch_size, check_curvature_batch
 from blockhf.blocks import Block
-from blockhf.bookkeeping import BlockOptimizer
 from blockhf.curvature import Auto, Curvature, GaussNewton, Products
-from blockhf.linalg import Cholesky, ConjugateGradient, CountedProducts, Solver, System
+from blockhf.isolation import Restored
+from blockhf.linalg import Cholesky, CountedProducts, Solution, Solver, Status, System
 from blockhf.meshes import SolvedBlock
+from blockhf.methods import NamedMethods
 from blockhf.objective import Objective, Reduction
 from blockhf.options import check_group
-from blockhf.plan import WITHOUT_BATCH, Plan, make_plan
+from blockhf.plan import WITHOUT_BATCH, Plan, choose_sizes, draw_plan
 from blockhf.point import Linearizer, Point
 from blockhf.policies import (
-    AllSamples,
-    Backtracking,
     ByCoefficient,
     Choice,
     Constant,
     DampingRule,
-    FixedStep,
-    LevenbergMarquardt,
     NoiseScale,
     Sampling,
     Search,
     Subspace,
 )
-from blockhf.preconditioners import Identity, Kronecker, Preconditioner
+from blockhf.preconditioners import Kronecker, Preconditioner
 from blockhf.report import Stopwatch
 from blockhf.samples import Samples
 from blockhf.update import Update
 
 
-def _plain() -> dict[str, Any]:
-    """CG alone, on the whole batch."""
-    return {
-        "curvature_batch_size": None,
-        "solver": ConjugateGradient(),
-        "preconditioner": Identity(),
-        "sampling": AllSamples(),
-    }
-
-
-class BlockHF(BlockOptimizer):
+class BlockHF(NamedMethods):
     """Block-diagonal Hessian-free optimization.
 
     A parameter group is a block; ``blockhf.blocks`` makes groups from a model. For each block the local
@@ -59,8 +46,8 @@ class BlockHF(BlockOptimizer):
 
     The defaults are a method that needs no tuning (docs/method.md): a few preconditioned iterations, step
     lengths chosen on samples that were held out, damping that adapts, and a gradient from as many samples as
-    the noise asks for. Pass as large a batch as you can. ``BlockHF.paper`` is the paper's method and
-    ``BlockHF.martens`` that of Martens, both in this class.
+    the noise asks for. Pass as large a batch as you can. ``BlockHF.paper`` is the paper's method,
+    ``BlockHF.martens`` that of Martens, and ``BlockHF.least_squares`` is for losses without noise.
 
     Every option of the first list is a group option: groups may set their own, and each is read afresh
     at each step, so schedulers and edits of ``param_groups`` take effect.
@@ -76,13 +63,15 @@ class BlockHF(BlockOptimizer):
         warm_start: CG starts from this multiple of the last solution; 0 starts from zero.
         slow_start: ``(num_updates, max_cg_steps)``: fewer CG iterations in the first updates.
 
-        curvature_batch_size: How many samples of the gradient's, from their front, curvature is taken from; a
+        curvature_batch_size: How many samples of the gradient's, drawn at random, curvature is taken from; a
             share of them, as the nearest multiple of 600 (of 300, where no block has more than 1,000
             parameters); or ``None`` for all.
         micro_batch_size: How many samples are in memory at a time; the result is the same.
         population: How many samples there are in all, where batches are drawn from a finite set and its own
             loss is what counts: ``len(dataset)``. Matters once batches are a good part of it.
-        reduction: Whether the objective's loss is the mean or the sum over its samples.
+        reduction: Whether the objective's loss is the mean or the sum over its samples. Where it is a
+            weighted mean (labels that are left out, weights of classes), and there are micro-batches or a
+            mesh, a function from a batch to the sum of the weights: ``lambda batch: (batch[1] >= 0).sum()``.
         curvature: Which matrix: ``GaussNewton()``, ``Hessian()``, ``EmpiricalFisher()``, …
         products: How to multiply with it: ``Auto()``, ``Traced()``, ``Formed()``, ``DoubleBackward()``.
         search: How far to go: ``Subspace()``, ``Backtracking()``, ``FixedStep()``.
@@ -93,6 +82,7 @@ class BlockHF(BlockOptimizer):
             ``AllSamples()``.
         measure_memory: Whether the report has the peak memory by phase. The peak is that of the device,
             or on the CPU of the process, and is reset for the purpose, also for others who measure it.
+        seed: Of the draws of held-out and curvature samples, which leave torch's own random numbers alone.
         mesh: Ranks that share the work (docs/scaling.md), from ``blockhf.mesh(block=…, data=…)``. Every rank
             makes the optimizer and all calls of it alike, with its own samples as the batch. Rank 0's
             parameters are copied to the others.
@@ -134,6 +124,7 @@ class BlockHF(BlockOptimizer):
         preconditioner: Preconditioner | None = None,
         sampling: Sampling | None = None,
         measure_memory: bool = False,
+        seed: int = 0,
         mesh: DeviceMesh | None = None,
     ) -> None:
         if isinstance(damping, (int, float)):
@@ -146,7 +137,7 @@ class BlockHF(BlockOptimizer):
         self.preconditioner: Preconditioner = preconditioner or Kronecker()
         self.sampling: Sampling = sampling or NoiseScale()
         self.curvature_batch_size, self.micro_batch_size = curvature_batch_size, micro_batch_size
-        self.population, self.measure_memory = population, measure_memory
+        self.population, self.measure_memory, self.seed = population, measure_memory, seed
         self.reduction: Reduction = reduction
         self.check()
         options = {
@@ -160,77 +151,6 @@ class BlockHF(BlockOptimizer):
         }
         super().__init__(params, options, mesh)
 
-    @classmethod
-    def paper(
-        cls,
-        params: Iterable[Any],
-        *,
-        lr: float = 0.1,
-        damping: float = 0.0,
-        max_cg_steps: int = 30,
-        cg_rtol: float = 0.0,
-        cg_progress: float = 0.0,
-        warm_start: float = 0.95,
-        **options: Any,
-    ) -> BlockHF:
-        """Algorithm 1 of the paper to the letter.
-
-        Plain CG on the Gauss-Newton matrix with constant damping, warm-started, and a fixed step.
-
-        Args:
-            params: As for ``BlockHF``.
-            lr: The learning rate.
-            damping: The constant damping.
-            max_cg_steps: The most CG iterations.
-            cg_rtol: The CG stop criterion.
-            cg_progress: Another one, which the paper does not have.
-            warm_start: The paper's "momentum".
-            options: Further options of ``BlockHF``, e.g. ``curvature_batch_size`` and ``slow_start``.
-        """
-        return cls(
-            params,
-            lr=lr,
-            damping=damping,
-            max_cg_steps=max_cg_steps,
-            cg_rtol=cg_rtol,
-            cg_progress=cg_progress,
-            warm_start=warm_start,
-            **{"search": FixedStep(), **_plain(), **options},
-        )
-
-    @classmethod
-    def martens(
-        cls,
-        params: Iterable[Any],
-        *,
-        damping: float | DampingRule | None = None,
-        max_cg_steps: int = 50,
-        cg_progress: float = 5e-4,
-        warm_start: float = 0.95,
-        **options: Any,
-    ) -> BlockHF:
-        """Hessian-free optimization as Martens (2010) has it, in blocks.
-
-        Plain CG until it makes little progress, warm-started, with Levenberg-Marquardt damping and
-        backtracking.
-
-        Args:
-            params: As for ``BlockHF``.
-            damping: A number, or a rule that adapts it.
-            max_cg_steps: The most CG iterations.
-            cg_progress: His stopping rule's constant.
-            warm_start: How much of the last solution CG starts from.
-            options: Further options of ``BlockHF``.
-        """
-        return cls(
-            params,
-            damping=LevenbergMarquardt() if damping is None else damping,
-            max_cg_steps=max_cg_steps,
-            cg_progress=cg_progress,
-            warm_start=warm_start,
-            **{"search": Backtracking(), **_plain(), **options},
-        )
-
     @torch.enable_grad()
     def step(  # type: ignore[override]
         self, objective: Objective, batch: Any = None, curvature_batch: Any = None
@@ -240,20 +160,22 @@ class BlockHF(BlockOptimizer):
         Args:
             objective: Returns outputs and loss for a batch, or without arguments if there is no batch.
             batch: The gradient batch: any nesting of tensors whose first dimension is that of the samples.
-            curvature_batch: The samples of the curvature, if they are not to be the front of the batch.
+            curvature_batch: The samples of the curvature, if they are not to be drawn from the batch.
 
         Returns:
             The loss at the starting point.
         """
-        update = self._begin(objective, batch, curvature_batch)
-        with contextlib.ExitStack() as stack:
+        with self._transaction(self._blocks()) as before, contextlib.ExitStack() as stack:
+            update = self._begin(objective, batch, curvature_batch, before, searches=True)
             self._find_directions(update, stack)
             if not update.failed:
                 with update.watch.phase("search"):
-                    update.choice = self.search.choose(update.situation(), self.policy_state["search"])
-                    if update.choice.update is not None:
-                        update.point.commit(update.choice.update)
-        return self._finish(update, accepted=not update.failed)
+                    update.choose(self.search, self.policy_state["search"])
+            if update.choice is not None and update.choice.update is not None:
+                before.protect(update.point.buffers)
+                update.point.commit(update.choice.update)
+                update.curvature.refresh_statistics()
+            return self._finish(update, accepted=not update.failed)
 
     @torch.enable_grad()
     def direction(self, objective: Objective, batch: Any = None, curvature_batch: Any = None) -> Tensor:
@@ -263,18 +185,20 @@ class BlockHF(BlockOptimizer):
         had, because something is not finite, ``.grad`` becomes ``None``, and other optimizers skip the
         parameter.
         """
-        update = self._begin(objective, batch, curvature_batch, searches=False)
-        with contextlib.ExitStack() as stack:
-            self._find_directions(update, stack)
-        if accepted := not update.failed:
-            for block, proposal in zip(update.blocks, update.proposals, strict=True):
-                for param, change in zip(block.params, block.unflatten(proposal.direction), strict=True):
-                    param.grad = change.neg()
-            update.point.commit(None)
-            update.choice = Choice(None, "directions written to .grad")
-        else:
-            self.zero_grad(set_to_none=True)
-        return self._finish(update, accepted=accepted)
+        with self._transaction(self._blocks()) as before:
+            update = self._begin(objective, batch, curvature_batch, before, searches=False)
+            with contextlib.ExitStack() as stack:
+                self._find_directions(update, stack)
+            if accepted := not update.failed:
+                before.protect(update.point.buffers)
+                for block, proposal in zip(update.blocks, update.proposals, strict=True):
+                    for param, change in zip(block.params, block.unflatten(proposal.direction), strict=True):
+                        param.grad = change.neg()
+                update.point.commit(None)
+                update.choice = Choice(None, "directions written to .grad")
+            else:
+                self.zero_grad(set_to_none=True)
+            return self._finish(update, accepted=accepted)
 
     def _find_directions(self, update: Update, stack: contextlib.ExitStack) -> None:
         """Steps 1 to 3 of the paper's Algorithm 1.
@@ -284,6 +208,7 @@ class BlockHF(BlockOptimizer):
         # 1. The gradient on the gradient batch.
         with update.watch.phase("gradient"):
             update.differentiate()
+        self.mesh.check_alone(update.point.samples.structure)
         if update.failed:
             return
 
@@ -313,10 +238,12 @@ class BlockHF(BlockOptimizer):
         limits = [self._max_steps(*pair) for pair in zip(groups, point.blocks, strict=True)]
         sizes = [block.size for block in point.blocks]
         budget = [self.solver.product_budget(*pair) for pair in zip(sizes, limits, strict=True)]
-        operator = CountedProducts(stack.enter_context(point.linearize(budget)))
-        dampings = [update.dampings[index] for index in mine]
+        operator = stack.enter_context(point.linearize(budget))
+        update.check_first(operator, mine)
+        operator = CountedProducts(operator)
+        dampings = update.dampings(operator, mine, relative=self.damping.is_relative)
         state = self.policy_state["preconditioner"]
-        inverses = self.preconditioner.prepare(point.samples, operator, dampings, state)
+        inverses = self.preconditioner.prepare(point.samples, self.curvature, operator, dampings, state)
         return [
             System(
                 operator=operator,
@@ -333,23 +260,26 @@ class BlockHF(BlockOptimizer):
         ]
 
     def _solve(self, system: System, block: Block) -> SolvedBlock:
-        solution = self.solver.solve(system, self.policy_state["solver"].of(block.name))
         operator = system.operator
+        if operator.has_influence(system.index):
+            solution = self.solver.solve(system, self.policy_state["solver"].of(block.name))
+        else:
+            solution = Solution(torch.zeros_like(system.rhs), Status.NO_INFLUENCE, 0, 0, 0.0, 0.0)
         assert isinstance(operator, CountedProducts)
         num_products = operator.num_products[system.index]
         if (stored := operator.dense(system.index)) is not None:
             # A product each, or else a factorization.
             self.ledger.add("formed", 2 * num_products * stored.numel() or len(stored) ** 3 // 3)
         note = operator.note(system.index) or type(self.products).__name__
-        return SolvedBlock(solution, num_products, note)
+        return SolvedBlock(solution, num_products, note, system.damping)
 
     def _begin(
-        self, objective: Objective, batch: Any, curvature_batch: Any, *, searches: bool = True
+        self, objective: Objective, batch: Any, curvature_batch: Any, before: Restored, *, searches: bool
     ) -> Update:
         """Decide which samples are whose, and set up the points on them."""
         for group in self.param_groups:
             check_group(group["name"], group)
-        blocks = self._blocks()
+        blocks = before.blocks
         structure, scope = self.structures.of(objective)
         self.ledger.begin(scope)
         plan = self._plan(blocks, batch, curvature_batch, searches=searches)
@@ -367,7 +297,7 @@ class BlockHF(BlockOptimizer):
                 ledger=self.ledger,
                 structure=structure,
             )
-            return Point(samples, linearizer)
+            return Point(samples, linearizer, before.origin)
 
         groups = {group["name"]: group for group in self.param_groups}
         return Update.begin(
@@ -382,15 +312,14 @@ class BlockHF(BlockOptimizer):
         )
 
     def _plan(self, blocks: Sequence[Block], batch: Any, curvature_batch: Any, *, searches: bool) -> Plan:
-        if batch is None and curvature_batch is not None:
-            raise ValueError("A curvature batch was given without a gradient batch. Give both.")
+        check_curvature_batch(batch, curvature_batch)
         numbers = [0 if given is None else batch_size(given) for given in (batch, curvature_batch)]
         met = self.mesh.meet(numbers, (batch, curvature_batch), self._description())
         if batch is None:
             return WITHOUT_BATCH
-        return make_plan(
-            [number for number, _ in met],
-            None if curvature_batch is None else [number for _, number in met],
+        sizes, given = ([numbers[place] for numbers in met] for place in (0, 1))
+        wanted = choose_sizes(
+            sum(sizes),
             self.search,
             self.sampling,
             self.policy_state["sampling"].shared,
@@ -399,6 +328,8 @@ class BlockHF(BlockOptimizer):
             population=self.population,
             searches=searches,
         )
+        seed = self.seed + 1 + self.policy_state["plan"].shared.get("num_updates", 0)
+        return draw_plan(sizes, wanted, seed, None if curvature_batch is None else given)
 
     def _finish(self, update: Update, *, accepted: bool) -> Tensor:
         """Write state and report; a rejected step leaves all but the damping as it was."""
@@ -411,10 +342,13 @@ class BlockHF(BlockOptimizer):
                         state["direction"] = own.clone()
                     else:
                         state.pop("direction", None)
+            memory = self.policy_state["plan"].shared
+            memory["num_updates"] = memory.get("num_updates", 0) + 1
+            if not self.search.evaluates:
+                update.compare_with_last(memory)
         done = max(self._updates(param) for block in update.blocks for param in block.params)
-        self.report = update.report(
-            done if accepted else done + 1, accepted=accepted, traffic=self.mesh.traffic()
-        )
+        step = done if accepted else done + 1
+        self.report = update.report(step, accepted=accepted, traffic=self.mesh.traffic())
         if update.is_sound:
             add_up = self.mesh.add_up if self.sampling.needs_signal else list
             self.sampling.update(update.cost(add_up), self.policy_state["sampling"].shared)
@@ -423,16 +357,3 @@ class BlockHF(BlockOptimizer):
                 state = self.policy_state["damping"].of(group["name"])
                 group["damping"] = self.damping.update(float(group["damping"]), outcome, state)
         return update.loss
-
-    def _start(self, group: dict[str, Any], block: Block) -> Tensor | None:
-        last = [self.state.get(param, {}).get("direction") for param in block.params]
-        if group["warm_start"] == 0 or all(direction is None for direction in last):
-            return None
-        return block.flatten(last).mul_(group["warm_start"])
-
-    def _max_steps(self, group: dict[str, Any], block: Block) -> int:
-        if group["slow_start"] is not None:
-            num_updates, max_cg_steps = group["slow_start"]
-            if self._updates(block.params[0]) < num_updates:
-                return int(min(max_cg_steps, group["max_cg_steps"]))
-        return int(group["max_cg_steps"])

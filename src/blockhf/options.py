@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from blockhf.blocks import check_block
 from blockhf.curvature import Curvature, Products
@@ -26,22 +26,41 @@ POLICIES: Mapping[str, type[Policy]] = {
 }
 """The policies by the optimizer's names for them, and what each must be."""
 
-SETTINGS = ("curvature_batch_size", "micro_batch_size", "population", "reduction", "measure_memory")
+PLAN = "plan"
+"""The name under which the optimizer keeps what draws and warnings go by."""
+
+SETTINGS = (
+    "curvature_batch_size",
+    "micro_batch_size",
+    "population",
+    "reduction",
+    "measure_memory",
+    "seed",
+)
 """Settings of the optimizer that are numbers, words or flags."""
 
 
 def check_settings(settings: Mapping[str, Any]) -> None:
     """Raise where a setting of the optimizer is out of bounds."""
-    if settings["reduction"] not in ("mean", "sum"):
-        raise ValueError(f"reduction is {settings['reduction']!r}, but must be 'mean' or 'sum'.")
+    if settings["reduction"] not in ("mean", "sum") and not callable(settings["reduction"]):
+        raise ValueError(
+            f"reduction is {settings['reduction']!r}, but must be 'mean', 'sum', or a function from a batch "
+            "to the total weight of its mean."
+        )
     for name in ("curvature_batch_size", "micro_batch_size", "population"):
         value = settings[name]
         share = name == "curvature_batch_size" and isinstance(value, float) and 0 < value <= 1
-        if value is not None and not share and (not isinstance(value, int) or value < 1):
+        if value is not None and not share and (not _is_whole(value) or value < 1):
             shares = " a share between 0 and 1," if name == "curvature_batch_size" else ""
             raise ValueError(
                 f"{name} is {value!r}, but must be a whole number of at least 1,{shares} or None."
             )
+    if not _is_whole(settings["seed"]) or settings["seed"] < 0:
+        raise ValueError(f"seed is {settings['seed']!r}, but must be a whole number of at least 0.")
+
+
+def _is_whole(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
 
 
 def check_policies(policies: Mapping[str, Any]) -> None:
@@ -90,6 +109,49 @@ def check_group(block: str, options: Mapping[str, Any]) -> None:
     )
 
 
+def check_is_state(state_dict: Any) -> None:
+    """Raise where something else is given for a saved state."""
+    if not isinstance(state_dict, Mapping) or not {"state", "param_groups"} <= set(state_dict):
+        raise ValueError("This is no state of an optimizer: it has no 'state' and 'param_groups'.")
+
+
+def check_state(
+    state_dict: Mapping[str, Any], groups: Sequence[Mapping[str, Any]], defaults: Mapping[str, Any]
+) -> None:
+    """Raise where a saved state is not one of such groups, before anything is changed."""
+    check_is_state(state_dict)
+    saved = state_dict["param_groups"]
+    if len(saved) != len(groups):
+        raise ValueError(f"The saved state has {len(saved)} blocks, and the optimizer {len(groups)}.")
+    params: dict[int, Tensor] = {}
+    for group, own in zip(saved, groups, strict=True):
+        # Torch adds defaults of its own when a state is loaded.
+        if missing := sorted((set(defaults) & set(own)) - set(group)):
+            raise ValueError(
+                f"The saved state is not one of BlockHF, or of another version: block {own['name']!r} has no "
+                f"{', '.join(missing)} there."
+            )
+        check_group(str(group.get("name", own["name"])), group)
+        if len(group["params"]) != len(own["params"]):
+            raise ValueError(
+                f"Block {own['name']!r} has {len(group['params'])} parameters in the saved state, and "
+                f"{len(own['params'])} in the optimizer."
+            )
+        params.update(zip(group["params"], own["params"], strict=True))
+    for number, kept in state_dict["state"].items():
+        if not isinstance(kept, Mapping):
+            raise ValueError(
+                f"The saved state of parameter {number} is a {type(kept).__name__}, and not a mapping: it "
+                "was not saved by BlockHF."
+            )
+        direction, param = kept.get("direction"), params.get(int(number))
+        if direction is not None and param is not None and direction.shape != param.shape:
+            raise ValueError(
+                f"The saved direction of parameter {number} has shape {tuple(direction.shape)}, and the "
+                f"parameter {tuple(param.shape)}: the model is another one."
+            )
+
+
 def read_policies(state_dict: Mapping[str, Any]) -> dict[str, PolicyState]:
     """The policies' part of a saved state.
 
@@ -98,13 +160,28 @@ def read_policies(state_dict: Mapping[str, Any]) -> dict[str, PolicyState]:
     """
     found = {}
     for name, saved in state_dict.get("policies", {}).items():
-        if name not in POLICIES or set(saved) != {"shared", "blocks"}:
+        # Torch's distributed checkpoints leave out what is empty.
+        if name not in (*POLICIES, PLAN) or not set(saved) <= {"shared", "blocks"}:
             raise ValueError(
                 f"The state of {name!r} was saved by blockhf 0.1, which kept it in another form. Start the "
                 "run anew, or finish it with that version."
             )
-        found[name] = PolicyState.from_dict(saved)
+        found[name] = PolicyState.from_dict({"shared": {}, "blocks": {}, **saved})
     return found
+
+
+def check_params(params: Any) -> None:
+    """Raise where something else is given for the parameters."""
+    if isinstance(params, nn.Module):
+        raise TypeError(
+            f"The first argument is a {type(params).__name__}, not its parameters. Pass "
+            "blocks.by_module(model), blocks.by_layer(model), or model.parameters() for one block."
+        )
+    if isinstance(params, (set, frozenset)):
+        raise TypeError(_NO_ORDER)
+
+
+_NO_ORDER = "A set of parameters has no order in which to save their state. Give a list."
 
 
 def check_new_group(param_group: Mapping[str, Any], others: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -113,9 +190,14 @@ def check_new_group(param_group: Mapping[str, Any], others: Sequence[Mapping[str
     Raises:
         ValueError: It cannot be a block beside the others.
     """
+    if not isinstance(param_group, Mapping) or "params" not in param_group:
+        raise ValueError(
+            f"A block is a mapping with its parameters under 'params', and this is {param_group!r}. "
+            "blocks.by_module(model) makes such groups."
+        )
     group = dict(param_group)
-    if isinstance(group["params"], set):
-        raise TypeError("A set of parameters has no order in which to save their state. Give a list.")
+    if isinstance(group["params"], (set, frozenset)):
+        raise TypeError(_NO_ORDER)
     group["params"] = [group["params"]] if isinstance(group["params"], Tensor) else list(group["params"])
     name = group["name"] = str(group.get("name", f"block{len(others)}"))
     named = [
@@ -134,6 +216,19 @@ def check_new_group(param_group: Mapping[str, Any], others: Sequence[Mapping[str
                     "Leave it in one of them."
                 )
     return group
+
+
+_FROM_OTHERS = ("params", "name", "param_names", "initial_lr", "max_lr", "min_lr", "swa_lr")
+"""Keys of a group that torch and its schedulers put there."""
+
+
+def check_known(group: Mapping[str, Any], defaults: Mapping[str, Any]) -> None:
+    """Raise where a group has an option that the optimizer would not look at."""
+    if unknown := sorted(set(group) - {*defaults, *_FROM_OTHERS}):
+        raise ValueError(
+            f"Block {group['name']!r} has the option{'s' if len(unknown) > 1 else ''} {', '.join(unknown)}, "
+            f"which BlockHF does not have. A group may have {', '.join(defaults)}."
+        )
 
 
 def describe_groups(groups: Sequence[Mapping[str, Any]], defaults: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,16 +1,21 @@
 """Which samples are the gradient's, which the curvature's, and which are held out, on which rank.
 
-Pure decisions by numbers that all ranks know. Of each rank's samples, the first are the gradient's, the first
-of those the curvature's, and the last are held out.
+Pure decisions by numbers that all ranks know. Samples have places, rank by rank (on a mesh of two dimensions
+column by column). Which of them are taken for what is drawn at random from all places, so it is the same for
+any number of processes, and a batch in any order will do.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from blockhf.batches import Share, share_out, take
+import torch
+from torch import Tensor
+
+from blockhf.batches import Share, select, stratified, take, without
 from blockhf.policies import Sampling, Search
 from blockhf.policy import State
 
@@ -22,69 +27,85 @@ SMALL_BLOCK = 1000
 
 
 @dataclass(frozen=True)
-class Plan:
-    """How many samples each rank has for each purpose.
+class Sizes:
+    """How many samples are taken for what."""
+
+    gradient: int
+    curvature: int
+    held_out: int = 0
+    seen: int = 0
+
+
+@dataclass(frozen=True, eq=False)
+class Role:
+    """The samples of all ranks that are taken for one purpose.
 
     Attributes:
-        sizes: Samples of each rank.
-        gradient: Of these, for the gradient.
-        curvature: For the curvature: from the front of the gradient's, or of a batch of their own.
-        held_out: Samples that neither gradient nor curvature may see.
+        sizes: How many samples each rank has.
+        places: Which of all are taken, in order; ``None`` stands for all of them.
+    """
+
+    sizes: Sequence[int]
+    places: Tensor | None = None
+
+    @property
+    def counts(self) -> list[int]:
+        """How many of them each rank has."""
+        if self.places is None:
+            return list(self.sizes)
+        ends = torch.tensor(self.sizes, device="cpu").cumsum(0)
+        before = [0, *torch.searchsorted(self.places, ends).tolist()]
+        return [end - start for start, end in itertools.pairwise(before)]
+
+    def take(self, batch: Any, rank: int) -> tuple[Any, Share]:
+        """A rank's own of them; one sample, with no weight, stands in where there is none."""
+        share = Share.of(self.counts, rank)
+        if share.own == 0:
+            return take(batch, 0, 1), share
+        if self.places is None or share.own == self.sizes[rank]:
+            return batch, share
+        own = self.places[share.before : share.before + share.own] - sum(self.sizes[:rank])
+        return select(batch, own), share
+
+
+@dataclass(frozen=True, eq=False)
+class Plan:
+    """Which samples are taken for what.
+
+    Attributes:
+        gradient: For the gradient.
+        curvature: For the curvature: some of the gradient's, or a batch of their own.
+        held_out: Those that neither gradient nor curvature may see, if there are any.
         seen: As many of the gradient's, to compare those held out with.
         given: Whether the curvature has a batch of its own.
     """
 
-    sizes: Sequence[int]
-    gradient: Sequence[int]
-    curvature: Sequence[int]
-    held_out: Sequence[int]
-    seen: Sequence[int]
+    gradient: Role
+    curvature: Role
+    held_out: Role | None = None
+    seen: Role | None = None
     given: bool = False
 
     @property
     def num_gradient(self) -> int:
-        return sum(self.gradient)
+        return sum(self.gradient.counts)
 
     @property
     def num_curvature(self) -> int:
-        return sum(self.curvature)
+        return sum(self.curvature.counts)
 
     @property
     def shares_samples(self) -> bool:
         """Whether the curvature is that of the very samples of the gradient."""
-        return not self.given and self.gradient == self.curvature
-
-    # One sample, with no weight, stands in where there is none.
-
-    def take_gradient(self, batch: Any, rank: int) -> tuple[Any, Share]:
-        end = max(self.gradient[rank], 1)
-        own = batch if end == self.sizes[rank] else take(batch, 0, end)
-        return own, Share.of(self.gradient, rank)
-
-    def take_curvature(self, batch: Any, rank: int) -> tuple[Any, Share]:
-        end = max(self.curvature[rank], 1)
-        return batch if self.given else take(batch, 0, end), Share.of(self.curvature, rank)
-
-    def take_held_out(self, batch: Any, rank: int) -> tuple[Any, Share] | None:
-        if not any(self.held_out):
-            return None
-        end = self.sizes[rank]
-        return take(batch, end - max(self.held_out[rank], 1), end), Share.of(self.held_out, rank)
-
-    def take_seen(self, batch: Any, rank: int) -> tuple[Any, Share] | None:
-        if not any(self.seen):
-            return None
-        end = max(self.gradient[rank], 1)
-        return take(batch, end - max(self.seen[rank], 1), end), Share.of(self.seen, rank)
+        return self.curvature is self.gradient
 
 
-WITHOUT_BATCH = Plan([1], [1], [1], [0], [0])
+WITHOUT_BATCH = Plan(role := Role([1]), role)
 """For an objective of no arguments."""
 
 
-def make_plan(
-    sizes: Sequence[int],
-    given: Sequence[int] | None,
+def choose_sizes(
+    num_available: int,
     search: Search,
     sampling: Sampling,
     state: State,
@@ -93,12 +114,11 @@ def make_plan(
     largest_block: int,
     population: int | None = None,
     searches: bool = True,
-) -> Plan:
-    """Decide how many samples each rank takes for what.
+) -> Sizes:
+    """Decide how many samples are taken for what.
 
     Args:
-        sizes: Samples of each rank.
-        given: How many curvature samples of its own each rank has, where they are given.
+        num_available: Samples of all ranks.
         search: Says how many samples are held out.
         sampling: Says how many the gradient is taken from.
         state: Of the sampling.
@@ -107,40 +127,52 @@ def make_plan(
         population: How many samples there are in all, where that is known.
         searches: Whether the search is asked at all.
     """
-    num_available, num_held_out = sum(sizes), 0
+    num_held_out = 0
     if population is not None and num_available > population:
-        raise ValueError(f"population is {population}, but the batch alone has {num_available} samples.")
+        raise ValueError(
+            f"population is {population}, but the batch alone has {num_available} samples. Pass the number "
+            "of all samples that batches are drawn from, len(dataset), or None."
+        )
     if searches:
         num_held_out = search.num_held_out(num_available, sampling.size(num_available, state))
     number = num_available - num_held_out
     if num_held_out > 0 or not sampling.needs_signal:
         number = max(sampling.size(number, state), min(FEWEST_SAMPLES, number))
-    curved = curvature_samples(curvature_batch_size, number, largest_block)
-    return share_samples(sizes, num_held_out, number, curved, given, compares_seen=population is not None)
+    seen = 0 if population is None else min(num_held_out, number)
+    return Sizes(number, curvature_samples(curvature_batch_size, number, largest_block), num_held_out, seen)
 
 
-def share_samples(
-    sizes: Sequence[int],
-    num_held_out: int,
-    num_gradient: int,
-    num_curvature: int,
-    given: Sequence[int] | None = None,
-    *,
-    compares_seen: bool = False,
-) -> Plan:
-    """Share out numbers of samples over ranks that have so many.
+def draw_plan(sizes: Sequence[int], wanted: Sizes, seed: int, given: Sequence[int] | None = None) -> Plan:
+    """Draw samples for each purpose.
 
-    >>> share_samples([600, 400], 100, 500, 50).curvature
-    [30, 20]
+    Args:
+        sizes: Samples of each rank.
+        wanted: How many of all to take for what.
+        seed: Another one in each step.
+        given: How many curvature samples of its own each rank has, where they are given.
+
+    >>> plan = draw_plan([600, 400], Sizes(gradient=500, curvature=50, held_out=100), seed=0)
+    >>> plan.gradient.counts, plan.curvature.counts, plan.held_out.counts
+    ([300, 200], [30, 20], [60, 40])
     """
-    held_out = share_out(num_held_out, sizes)
-    left = [size - number for size, number in zip(sizes, held_out, strict=True)]
-    gradient = share_out(num_gradient, left)
-    curvature = share_out(num_curvature, gradient) if given is None else list(given)
-    seen = [0] * len(sizes)
-    if compares_seen and num_held_out > 0:
-        seen = share_out(min(num_held_out, num_gradient), gradient)
-    return Plan(sizes, gradient, curvature, held_out, seen, given is not None)
+    total = sum(sizes)
+    generator = torch.Generator("cpu").manual_seed(seed)
+    held_out = None
+    left = torch.arange(total, device="cpu")
+    if wanted.held_out > 0:
+        held_out = Role(sizes, stratified(wanted.held_out, total, generator))
+        assert held_out.places is not None
+        left = without(held_out.places, total)
+    chosen = left if wanted.gradient == len(left) else left[stratified(wanted.gradient, len(left), generator)]
+    gradient = Role(sizes, None if len(chosen) == total else chosen)
+    curvature = seen = gradient
+    if given is not None:
+        curvature = Role(given)
+    elif wanted.curvature < wanted.gradient:
+        curvature = Role(sizes, chosen[stratified(wanted.curvature, len(chosen), generator)])
+    if 0 < wanted.seen < len(chosen):
+        seen = Role(sizes, chosen[stratified(wanted.seen, len(chosen), generator)])
+    return Plan(gradient, curvature, held_out, seen if wanted.seen else None, given is not None)
 
 
 def curvature_samples(wanted: int | float | None, num_gradient: int, largest_block: int) -> int:

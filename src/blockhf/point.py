@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 import torch
@@ -13,11 +12,11 @@ from torch import Tensor
 
 from blockhf.batches import Share
 from blockhf.curvature import Curvature, Products
-from blockhf.isolation import IsolatedBuffers, frozen, twice_differentiable
+from blockhf.isolation import frozen, twice_differentiable
 from blockhf.linalg import BlockOperator
 from blockhf.objective import Evaluation
 from blockhf.policy import PolicyState
-from blockhf.samples import Part, Samples
+from blockhf.samples import NORMS, Part, Samples
 
 
 @dataclass(frozen=True)
@@ -37,19 +36,28 @@ class Point:
     Args:
         samples: The objective, the samples and the blocks.
         linearizer: The way to the curvature.
+        origin: For each block, a flat copy of the parameters; ``None`` has it made.
+
+    Attributes:
         keeps_graph: Whether the curvature is taken from the very samples of the gradient, so that the two
             can share a forward pass.
     """
 
-    def __init__(self, samples: Samples, linearizer: Linearizer, *, keeps_graph: bool = False) -> None:
-        self.samples, self.linearizer, self.keeps_graph = samples, linearizer, keeps_graph
+    keeps_graph: bool
+
+    def __init__(
+        self, samples: Samples, linearizer: Linearizer, origin: Sequence[Tensor] | None = None
+    ) -> None:
+        self.samples, self.linearizer, self.keeps_graph = samples, linearizer, False
+        self.origin = [block.values() for block in samples.blocks] if origin is None else origin
         self.blocks = samples.blocks
-        self._buffers = IsolatedBuffers()
+        self._buffers = samples.isolated()
         self._operator: BlockOperator | None = None
 
     def on(self, batch: Any, share: Share, **rest: Any) -> Point:
         """The same objective and parameters on other samples; arguments as for ``Samples.on``."""
-        return Point(self.samples.on(batch, share, **rest), self.linearizer)
+        blocks = rest.get("blocks")
+        return Point(self.samples.on(batch, share, **rest), self.linearizer, None if blocks else self.origin)
 
     def apart(self, taken: tuple[Any, Share] | None) -> Point | None:
         """The same on samples of their own, of which gradient and curvature are both taken."""
@@ -94,7 +102,7 @@ class Point:
         try:
             for block, value, change in zip(self.blocks, self.origin, update, strict=True):
                 block.visit_(value + change)
-            with frozen(samples.params), IsolatedBuffers(), self._kernels():
+            with frozen(samples.params), samples.isolated(), self._kernels():
                 for part in samples.parts:
                     with samples.ledger.counting("forward", part.shapes):
                         evaluation = samples.run(part)
@@ -133,10 +141,36 @@ class Point:
                 block.assign_(value + change)
         self._buffers.commit()
 
-    @cached_property
-    def origin(self) -> list[Tensor]:
-        """For each block, a flat copy of the parameters as they were when the step began."""
-        return [block.values() for block in self.blocks]
+    def refresh_statistics(self) -> None:
+        """Take the running statistics of BatchNorm layers anew, at the parameters as they are now.
+
+        Those of the gradient pass are of the parameters before the step, and averages over steps lag behind:
+        with few, large updates the model would be tested with statistics of another one.
+        """
+        norms = [
+            module
+            for module in self.samples.structure.modules
+            if isinstance(module, NORMS) and module.training and module.running_mean is not None
+        ]
+        if not norms:
+            return
+        samples, momenta = self.samples, [module.momentum for module in norms]
+        with frozen(samples.params), samples.isolated() as buffers, self._kernels():
+            try:
+                for number, part in enumerate(samples.parts, start=1):
+                    for module in norms:
+                        module.momentum = 1 / number  # the mean over the parts
+                    with samples.ledger.counting("forward", part.shapes):
+                        samples.run(part)
+            finally:
+                for module, momentum in zip(norms, momenta, strict=True):
+                    module.momentum = momentum
+        buffers.commit(("running_mean", "running_var"))
+
+    @property
+    def buffers(self) -> list[Tensor]:
+        """The buffers that ``commit`` writes to."""
+        return self._buffers.originals
 
     def _kernels(self) -> contextlib.AbstractContextManager[None]:
         """Where curvature shares the pass of the gradient, kernels that autograd can differentiate twice."""
@@ -152,10 +186,21 @@ class Point:
             )
         return evaluation
 
+    def _gradients(self, loss: Tensor) -> Sequence[Tensor | None]:
+        try:
+            return torch.autograd.grad(
+                loss, self.samples.params, retain_graph=self.keeps_graph, allow_unused=True
+            )
+        except RuntimeError as error:
+            if "backward through the graph a second time" not in str(error):
+                raise
+            raise ValueError(
+                "The graph of the loss is gone: the objective calls backward() itself. Leave that, and "
+                "zero_grad(), to the optimizer: return outputs and loss."
+            ) from error
+
     def _flat_gradient(self, loss: Tensor, weight: float) -> list[Tensor]:
-        gradients = iter(
-            torch.autograd.grad(loss, self.samples.params, retain_graph=self.keeps_graph, allow_unused=True)
-        )
+        gradients = iter(self._gradients(loss))
         flat = []
         for block in self.blocks:
             own = [next(gradients) for _ in block.params]
@@ -168,4 +213,6 @@ class Point:
 
 
 def _scaled(tensor: Tensor, weight: float) -> Tensor:
+    if weight == 0.0:  # nothing of it counts, whatever it is: the mean over no labels is not a number
+        return torch.zeros_like(tensor)
     return tensor if weight == 1.0 else tensor * weight

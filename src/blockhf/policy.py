@@ -27,7 +27,7 @@ class Policy(abc.ABC):  # noqa: B024 - what is abstract differs by the kind of p
 
         >>> from blockhf import Backtracking
         >>> Backtracking(shrink=0.25).describe()
-        'Backtracking(shrink=0.25, sufficient=0.0001, max_tries=8)'
+        'Backtracking(shrink=0.25, sufficient=0.0001, max_tries=8, goes_on=False)'
         """
         settings = ", ".join(f"{name}={_plain(value)}" for name, value in vars(self).items())
         return f"{type(self).__name__}({settings})"
@@ -51,6 +51,10 @@ class PolicyState:
         """The state of one block, empty at first."""
         return self.blocks.setdefault(block, {})
 
+    def outline(self) -> PolicyState:
+        """A copy with the same tensors and the same cache; policies put new tensors in place of old ones."""
+        return PolicyState(copied(self.shared, clone=False), copied(self.blocks, clone=False), self.cache)
+
     def to_dict(self) -> State:
         """A copy as plain data."""
         return {"shared": copied(self.shared), "blocks": copied(self.blocks)}
@@ -61,13 +65,13 @@ class PolicyState:
         return cls(copied(saved["shared"]), copied(saved["blocks"]))
 
 
-def copied(value: Any) -> Any:
-    """Nested mappings and lists with copies of their tensors."""
+def copied(value: Any, *, clone: bool = True) -> Any:
+    """Nested mappings and lists with copies of their tensors, or with the same tensors."""
     if isinstance(value, Mapping):
-        return {key: copied(item) for key, item in value.items()}
+        return {key: copied(item, clone=clone) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return [copied(item) for item in value]
-    return value.detach().clone() if isinstance(value, Tensor) else value
+        return [copied(item, clone=clone) for item in value]
+    return value.detach().clone() if clone and isinstance(value, Tensor) else value
 
 
 def _plain(value: Any) -> str:

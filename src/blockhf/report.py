@@ -76,6 +76,7 @@ class StepReport:
         work: Passes and samples that the step asked of the objective, and floating point operations, of which
             those of checks that a process makes once are not in the total.
         phases: Time and peak memory of each phase.
+        warnings: What looks wrong, in sentences; usually nothing.
     """
 
     step: int
@@ -91,6 +92,7 @@ class StepReport:
     blocks: Sequence[BlockReport] = ()
     work: dict[str, int] = field(default_factory=dict)
     phases: dict[str, Phase] = field(default_factory=dict)
+    warnings: Sequence[str] = ()
 
     @property
     def seconds(self) -> float:
@@ -116,6 +118,7 @@ class StepReport:
             f"step {self.step}: loss {self.loss:.6g}{after}{ratio}, {verdict}: {self.reason} "
             f"({self.seconds:.2f} s)"
         ]
+        lines += [f"  warning: {warning}" for warning in self.warnings]
         width = max((len(block.name) for block in self.blocks), default=0)
         for block in self.blocks:
             lines.append(

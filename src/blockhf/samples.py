@@ -8,18 +8,35 @@ each time, and its cost goes to the ledger.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Hashable, Iterable, Sequence
+import math
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from blockhf.batches import Share, batch_size, take, tensors_of
 from blockhf.blocks import Block
 from blockhf.isolation import IsolatedBuffers, RandomState, frozen, twice_differentiable
 from blockhf.ledger import Ledger
-from blockhf.objective import Evaluation, Objective, Reduction, evaluate, identity, num_nodes
+from blockhf.objective import (
+    Evaluation,
+    Objective,
+    Reduction,
+    check_objective,
+    evaluate,
+    identity,
+    modules_in,
+    num_nodes,
+)
 from blockhf.ranks import Alone, Ranks
+
+NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
+"""Layers in whose training samples see each other, and which keep statistics of them."""
+
+DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
+"""Layers that draw random numbers in training."""
 
 
 @dataclass
@@ -30,6 +47,7 @@ class Part:
         batch: The samples.
         weight: Their share in the whole.
         place: That of the first sample among all those whose mean is taken.
+        is_stand_in: Whether it is here only because this process has no samples.
         start: The random state before the first run; ``None`` until then.
         like: A part whose random numbers are drawn again, if that has run before.
     """
@@ -37,6 +55,7 @@ class Part:
     batch: Any
     weight: float = 1.0
     place: int = 0
+    is_stand_in: bool = False
     start: RandomState | None = None
     like: Part | None = None
 
@@ -51,34 +70,54 @@ class Structure:
     """What one evaluation shows of an objective.
 
     Attributes:
-        modules: Those that it called, and those within them.
+        referenced: Modules that the objective refers to, called or not.
+        modules: Those that it called, those within them, and those that it refers to.
         num_outputs: Outputs of a sample.
         num_nodes: Operations in the graph of the loss.
+        is_checked: Whether its first step has been looked at.
     """
 
+    referenced: Sequence[nn.Module] = ()
     modules: list[nn.Module] = field(default_factory=list)
     num_outputs: int = 0
     num_nodes: int = 0
+    is_checked: bool = False
 
     @property
     def is_known(self) -> bool:
         return self.num_nodes > 0
 
     def note(self, evaluation: Evaluation, called: Iterable[nn.Module]) -> None:
-        self.modules = list(dict.fromkeys(inner for module in called for inner in module.modules()))
+        inner = [inner for module in called for inner in module.modules()]
+        self.modules = list(dict.fromkeys([*inner, *self.referenced]))
         self.num_outputs = sum(map(Tensor.numel, evaluation.outputs)) // (evaluation.num_samples or 1)
         self.num_nodes = num_nodes(evaluation)
 
     def modes(self) -> Hashable:
-        """Whether the modules are being trained, and which of their parameters."""
-        return tuple(
-            (
-                id(module),
-                module.training,
-                *(param.requires_grad for param in module.parameters(recurse=False)),
-            )
-            for module in self.modules
+        """Whether the modules are being trained, and which of their parameters.
+
+        Modules without parameters and buffers, such as losses, may be made anew in each call.
+        """
+        return tuple(map(_mode, self.modules))
+
+
+def _mode(module: nn.Module) -> Hashable:
+    params = [param.requires_grad for param in module.parameters(recurse=False)]
+    owns = params or next(module.buffers(recurse=False), None) is not None
+    return id(module) if owns else type(module).__qualname__, module.training, *params
+
+
+def _weight(found: Any) -> float:
+    try:
+        weight = float(found)
+    except (TypeError, ValueError, RuntimeError):
+        weight = math.nan
+    if not 0 <= weight < math.inf:
+        raise ValueError(
+            f"reduction gave the weight {found!r} for a part of the batch, but weights must be finite "
+            "numbers and not negative."
         )
+    return weight
 
 
 class Structures:
@@ -90,8 +129,9 @@ class Structures:
 
     def of(self, objective: Objective) -> tuple[Structure, Hashable]:
         """What is known of an objective, and the scope of its costs."""
+        check_objective(objective)
         key = identity(objective)
-        structure = self._known.pop(key, None) or Structure()
+        structure = self._known.pop(key, None) or Structure(modules_in(objective))
         self._known[key] = structure  # the last used is the last to be forgotten
         if len(self._known) > self._limit:
             del self._known[next(iter(self._known))]
@@ -134,7 +174,7 @@ class Samples:
         self.micro_batch_size, self.reduction = micro_batch_size, reduction
         self.ranks = ranks or Alone()
         self.ledger = ledger or Ledger()
-        self._structure = structure or Structure()
+        self._structure = structure or Structure(modules_in(objective))
         self.devices = sorted({block.params[0].device for block in blocks}, key=str)
         self.num_samples = 1 if batch is None else batch_size(batch)
         self.share = share or Share(self.num_samples, self.num_samples)
@@ -181,10 +221,49 @@ class Samples:
         parts = []
         for start in range(0, size, step):
             stop = min(start + step, size)
-            weight = (stop - start) / size if self.reduction == "mean" else self.sum_over / size
+            weight = self.sum_over / size if self.reduction == "sum" else (stop - start) / size
             batch = self.batch if stop - start == size else take(self.batch, start, stop)
-            parts.append(Part(batch, self.share.weight * weight, self.share.before + start))
+            place = self.share.before + start
+            parts.append(Part(batch, self.share.weight * weight, place, is_stand_in=self.share.own == 0))
+        if not isinstance(self.reduction, str):
+            self._weigh(parts, self.reduction)
         return parts
+
+    def _weigh(self, parts: Sequence[Part], weight_of: Callable[[Any], Any]) -> None:
+        """Give each part its share in a weighted mean over all processes."""
+        like = self.blocks[0].params[0]
+        weights = [_weight(weight_of(part.batch)) if self.share.own else 0.0 for part in parts]
+        (total,) = self.ranks.sum([torch.tensor(sum(weights), dtype=torch.float64, device=like.device)])
+        for part, weight in zip(parts, weights, strict=True):
+            part.weight = weight / float(total) if float(total) else 0.0
+
+    def wrong_with_parts(self) -> str | None:
+        """What to say where the losses of two parts do not add up to that of both together."""
+        if len(self.parts) < 2 or self.reduction != "mean":
+            return None
+        first, second = self.parts[:2]
+        both = Part(take(self.batch, 0, batch_size(first.batch) + batch_size(second.batch)), like=first)
+        one, other, together = (float(self.loss(part)) for part in (first, second, both))
+        share = batch_size(first.batch) / (batch_size(first.batch) + batch_size(second.batch))
+        expected = share * one + (1 - share) * other
+        tolerance = torch.finfo(self.params[0].dtype).eps ** 0.5 * max(abs(one), abs(other))
+        if abs(expected - together) <= tolerance or self._draws_or_mixes():
+            return None
+        return (
+            f"the losses of two micro-batches add up to {expected:.6g}, and that of both together is "
+            f"{together:.6g}: the loss is no plain mean over samples. Pass reduction=function, where "
+            "function(batch) is the sum of the "
+            'weights, e.g. lambda batch: (batch["labels"] != -100).sum()'
+        )
+
+    def _draws_or_mixes(self) -> bool:
+        """Whether parts may differ from the whole for other reasons: random numbers, or BatchNorm."""
+        norms = any(isinstance(module, NORMS) and module.training for module in self.structure.modules)
+        drops = any(
+            isinstance(module, DROPOUTS) and module.training and module.p > 0
+            for module in self.structure.modules
+        )
+        return norms or drops
 
     @property
     def params(self) -> list[Tensor]:
@@ -252,7 +331,7 @@ class Samples:
         start = self.start_of(part)
         with contextlib.nullcontext() if is_first else start.replayed():
             evaluation = evaluate(self.objective, part.batch)
-        return replace(evaluation, reduction=self.reduction)
+        return replace(evaluation, reduction="sum" if self.reduction == "sum" else "mean")
 
     def start_of(self, part: Part) -> RandomState:
         """The random state that a part is run from: that of its first run, or the one now."""
@@ -262,8 +341,12 @@ class Samples:
             part.start = RandomState(self.devices)
         return part.start
 
+    def isolated(self) -> IsolatedBuffers:
+        """A context in which no buffer of the objective's modules moves for good."""
+        return IsolatedBuffers(self._structure.referenced)
+
     def _run_isolated(self, part: Part) -> Evaluation:
-        with twice_differentiable(), IsolatedBuffers() as buffers:
+        with twice_differentiable(), self.isolated() as buffers:
             evaluation = self.run(part)
             if not self._structure.is_known and evaluation.loss.requires_grad:
                 self._structure.note(evaluation, buffers.modules)

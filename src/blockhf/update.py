@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from blockhf.batches import Share
 from blockhf.blocks import Block
-from blockhf.linalg import Solution, Status
+from blockhf.diagnosis import bypassed, risen, wrong_with_curvature
+from blockhf.linalg import BlockOperator, Solution, Status
 from blockhf.meshes import SolvedBlock
 from blockhf.plan import Plan
 from blockhf.point import Point
-from blockhf.policies import Choice, Outcome, Proposal, Situation, StepCost
+from blockhf.policies import Choice, Outcome, Proposal, Search, Situation, StepCost
+from blockhf.policy import PolicyState, State
 from blockhf.report import BlockReport, StepReport, Stopwatch
 
 
@@ -37,6 +41,7 @@ class Update:
         gradient: For each block its gradient.
         solved: What was found for each block.
         choice: What the search decided, or why there was nothing to decide.
+        warnings: What looks wrong, in sentences.
         is_sound: Whether loss and gradient are finite, so that damping can be to blame for a rejection.
     """
 
@@ -52,6 +57,7 @@ class Update:
     gradient: Sequence[Tensor] = ()
     solved: dict[int, SolvedBlock] = field(default_factory=dict)
     choice: Choice | None = None
+    warnings: list[str] = field(default_factory=list)
     is_sound: bool = True
 
     @classmethod
@@ -74,23 +80,33 @@ class Update:
             make_point: Makes the point on the gradient's samples.
             rest: Further attributes.
         """
-        point = make_point(*plan.take_gradient(batch, rank))
+        point = make_point(*plan.gradient.take(batch, rank))
         curvature = point
         point.keeps_graph = plan.shares_samples and len(point.samples.parts) == 1
         if not point.keeps_graph:
-            taken = plan.take_curvature(curvature_batch if plan.given else batch, rank)
+            taken = plan.curvature.take(curvature_batch if plan.given else batch, rank)
             curvature = point.on(*taken, like=point.samples.parts)
-        held_out = point.apart(plan.take_held_out(batch, rank))
-        seen = point.apart(plan.take_seen(batch, rank))
+        held_out = point.apart(None if plan.held_out is None else plan.held_out.take(batch, rank))
+        seen = point.apart(None if plan.seen is None else plan.seen.take(batch, rank))
         return cls(plan, point, curvature, held_out, seen, **rest)
 
     @property
     def blocks(self) -> Sequence[Block]:
         return self.point.blocks
 
-    @property
-    def dampings(self) -> list[float]:
-        return [float(group["damping"]) for group in self.groups]
+    def dampings(self, operator: BlockOperator, mine: Sequence[int], *, relative: bool) -> list[float]:
+        """What is added to the diagonals of some blocks.
+
+        Args:
+            operator: The curvature of these blocks.
+            mine: Which blocks these are.
+            relative: Whether the groups' values count in means of the diagonals.
+        """
+        values = [float(self.groups[index]["damping"]) for index in mine]
+        if not relative:
+            return values
+        scales = [operator.mean_diagonal(place, self.gradient[index]) for place, index in enumerate(mine)]
+        return [value * abs(scale) for value, scale in zip(values, scales, strict=True)]
 
     @property
     def failed(self) -> bool:
@@ -99,6 +115,40 @@ class Update:
 
     def fail(self, reason: str, *, is_sound: bool = True) -> None:
         self.choice, self.is_sound = Choice(None, reason), is_sound
+
+    def warn(self, what: str | None) -> None:
+        """Take down what looks wrong, if anything does; the reader is told once by a warning too."""
+        if what is not None:
+            self.warnings.append(what)
+            warnings.warn(f"{what[0].upper()}{what[1:]}.", stacklevel=4)
+
+    def check_first(self, operator: BlockOperator, mine: Sequence[int]) -> None:
+        """At an objective's first step, look for what would go wrong in silence.
+
+        Args:
+            operator: The curvature of some blocks.
+            mine: Which blocks these are.
+        """
+        samples = self.point.samples
+        if not samples.structure.is_checked:
+            gradient = [self.gradient[index] for index in mine]
+            with samples.ledger.once():
+                self.warn(samples.wrong_with_parts())
+                self.warn(
+                    wrong_with_curvature(
+                        operator,
+                        gradient,
+                        min(float(group["damping"]) for group in self.groups),
+                        float(self.loss),
+                    )
+                )
+                self.warn(bypassed(operator, gradient, [self.blocks[index].name for index in mine]))
+            samples.structure.is_checked = True
+
+    def compare_with_last(self, memory: State) -> None:
+        """Look whether a step whose length nobody looked at has raised the loss."""
+        self.warn(risen(memory.get("last_loss"), float(self.loss)))
+        memory["last_loss"] = float(self.loss)
 
     def differentiate(self) -> None:
         """Loss and gradient; the update fails where they are not finite."""
@@ -124,8 +174,14 @@ class Update:
     @cached_property
     def proposals(self) -> list[Proposal]:
         return [
-            Proposal(slope, solution.x, solution.model, float(group["damping"]), float(group["lr"]))
-            for slope, solution, group in zip(self.gradient, self.solutions, self.groups, strict=True)
+            Proposal(
+                slope,
+                self.solved[index].solution.x,
+                self.solved[index].solution.model,
+                self.solved[index].damping,
+                float(group["lr"]),
+            )
+            for index, (slope, group) in enumerate(zip(self.gradient, self.groups, strict=True))
         ]
 
     def situation(self) -> Situation:
@@ -140,6 +196,13 @@ class Update:
             self.plan.num_gradient / self.population if self.population else 0.0,
         )
 
+    def choose(self, search: Search, state: PolicyState) -> None:
+        """Let the search decide; an update that is not finite is rejected whatever it says."""
+        self.choice = search.choose(self.situation(), state)
+        update = self.choice.update
+        if update is not None and not all(bool(own.isfinite().all()) for own in update):
+            self.fail("the step is not finite")
+
     def ratio(self) -> float | None:
         """Actual over predicted change of the loss, where both are known."""
         choice = self.choice
@@ -150,12 +213,13 @@ class Update:
 
     def outcomes(self, *, accepted: bool) -> list[Outcome]:
         """What the damping of each block follows."""
+        rounding = [torch.finfo(own.dtype).eps for own in self.gradient]
         if not accepted or self.choice is None:
-            return [Outcome(False)] * len(self.groups)
-        ratio = self.ratio()
+            return [Outcome(False, rounding=eps) for eps in rounding]
+        ratio, length = self.ratio(), self.choice.length
         if self.choice.lengths:  # a block without a direction has no part in the ratio either
             return [Outcome(True, None if own is None else ratio, own) for own in self.choice.lengths]
-        return [Outcome(True, ratio)] * len(self.groups)
+        return [Outcome(True, ratio, length=length, rounding=eps) for eps in rounding]
 
     def cost(self, add_up: Callable[[Sequence[float]], Sequence[float]]) -> StepCost:
         """What the step used; ``add_up`` adds up numbers over all ranks."""
@@ -190,6 +254,7 @@ class Update:
                 "curvature_batch": self.plan.num_curvature,
             },
             phases=self.watch.phases,
+            warnings=tuple(self.warnings),
         )
 
     def _block_reports(self, choice: Choice) -> list[BlockReport]:

@@ -25,7 +25,7 @@ from blockhf import (
 )
 from blockhf.blocks import Block
 from blockhf.objective import Objective
-from cases import CROSS_ENTROPY, MLP, PHYSICS, Case, vectors
+from cases import CROSS_ENTROPY, MLP, PARTITIONS, PHYSICS, Case, vectors
 from curvature_tasks import RTOL, Written, dense_gauss_newton, dense_hessian, linearized, parts, table
 
 PLAIN = Case(MLP, CROSS_ENTROPY)
@@ -200,11 +200,6 @@ def outputs_of_the_last_layer_alone(model: nn.Module, inputs: Tensor, targets: T
     return outputs, F.cross_entropy(outputs, targets) + hidden.square().mean()
 
 
-def loss_linear_in_the_outputs(model: nn.Module, inputs: Tensor, targets: Tensor) -> Any:
-    outputs = F.log_softmax(model(inputs), dim=1)
-    return outputs, -outputs.gather(1, targets.unsqueeze(1)).mean()
-
-
 def hidden_and_logits(model: nn.Module, inputs: Tensor, targets: Tensor) -> Any:
     hidden = model[:2](inputs)
     logits = model[2](hidden)
@@ -230,8 +225,6 @@ REMEDIES = {
     loss_of_each_sample: r"has shape \(5,\).* Write loss.mean\(\), or loss.sum\(\)",
     loss_as_a_number: r"is a float.* Leave out .item\(\) and float\(\)",
     three_things: r"returned a tuple, not a pair. Write `return outputs, loss`",
-    outputs_of_the_last_layer_alone: r"do not depend on block '0'.* Return all the outputs .* or freeze",
-    loss_linear_in_the_outputs: r"linear in the outputs.* Return what comes before .* or use curvature=",
     hidden_and_logits: r"Output 1, .*computed from another output. Return only .* the logits",
     the_same_twice: r"Output 0, .*computed from another output. Return only",
     a_whole_and_its_part: r"Output 1, .*computed from another output. Return only",
@@ -242,6 +235,25 @@ REMEDIES = {
 def test_gauss_newton_names_the_remedy_for(objective: Written) -> None:
     with pytest.raises(ValueError, match=REMEDIES[objective]):
         linearized(GaussNewton(), PLAIN, "by layer", objective=objective)
+
+
+def test_a_block_that_the_loss_uses_beside_the_outputs_is_named_once() -> None:
+    model = PLAIN.model()
+    layers = PARTITIONS["by layer"](model)
+
+    def objective(batch: Any) -> Any:
+        return outputs_of_the_last_layer_alone(model, *batch)
+
+    optimizer = BlockHF.martens(layers)
+    with pytest.warns(
+        UserWarning, match=r"depends on block '0', but the outputs do not.* Return all the out"
+    ):
+        optimizer.step(objective, PLAIN.batch())
+    assert optimizer.report is not None
+    assert optimizer.report.blocks[0].status == "no influence"
+    assert len(optimizer.report.warnings) == 1
+    optimizer.step(objective, PLAIN.batch())
+    assert optimizer.report.warnings == ()
 
 
 def test_log_probabilities_as_outputs_have_no_curvature_and_the_report_says_so() -> None:
@@ -256,7 +268,8 @@ def test_log_probabilities_as_outputs_have_no_curvature_and_the_report_says_so()
         return outputs, F.nll_loss(outputs, batch[1])
 
     optimizer = BlockHF.paper(model.parameters(), damping=0.0)
-    optimizer.step(objective, PLAIN.batch())
+    with pytest.warns(UserWarning, match=r"The curvature along the gradient is zero.* e\.g\. the logits"):
+        optimizer.step(objective, PLAIN.batch())
     assert optimizer.report is not None
     assert not optimizer.report.accepted
     assert optimizer.report.reason == "no block has a direction of positive curvature"

@@ -170,7 +170,7 @@ def test_one_auto_serves_two_optimizers_on_two_models() -> None:
                 second.step(squares(fine), data(8))
         assert len(caught) == 1
         assert learned(first)["shared"].keys() == {"no_tracing", "no_forming"}
-        assert learned(second)["shared"] == {"num_stale": 0}
+        assert learned(second)["shared"] == {}
         assert {way.partition(",")[0].partition(" ")[0] for way in ways(second)} == {"traced", "formed"}
         found.append([choices(first), choices(second), values(refused), values(fine)])
     assert equal(*found)

@@ -192,7 +192,8 @@ def test_each_exit_has_its_status_and_a_finite_solution(case: Exit) -> None:
 
 
 def test_each_status_has_a_case() -> None:
-    assert {case.status for case in EXITS} == set(Status)
+    found_elsewhere = {Status.NO_INFLUENCE}  # before there is a system to solve
+    assert {case.status for case in EXITS} == set(Status) - found_elsewhere
 
 
 @each_exit

@@ -24,6 +24,7 @@ from blockhf.linalg import (
     DiagonalBlock,
     ForwardingOperator,
     LinearOperator,
+    Root,
     Scaled,
 )
 from blockhf.meshes import SumOverRanks
@@ -73,6 +74,18 @@ class Able(Blocks):
     def dense(self, block: int) -> Tensor | None:
         self.used.append("dense")
         return (M + M.T)[ROWS[block], ROWS[block]] if block == 0 else None
+
+    def root(self, block: int) -> Root | None:
+        self.used.append("root")
+        return Root(M[:1, :2], M[:1, 0]) if block == 0 else None
+
+    def mean_diagonal(self, block: int, like: Tensor) -> float:
+        self.used.append("mean_diagonal")
+        return 3.0
+
+    def has_influence(self, block: int) -> bool:
+        self.used.append("has_influence")
+        return block == 0
 
     def note(self, block: int) -> str:
         self.used.append("note")
@@ -197,6 +210,9 @@ QUESTIONS: dict[str, Callable[[BlockOperator], object]] = {
     "products": lambda operator: operator.products(0, 1, W),
     "gram": lambda operator: operator.gram(COLUMNS, VECTORS),
     "dense": lambda operator: [operator.dense(0), operator.dense(1)],
+    "root": lambda operator: [operator.root(0), operator.root(1)],
+    "mean_diagonal": lambda operator: operator.mean_diagonal(0, V[:2]),
+    "has_influence": lambda operator: [operator.has_influence(0), operator.has_influence(1)],
     "note": lambda operator: [operator.note(0), operator.note(1)],
     "num_bytes": lambda operator: operator.num_bytes,
 }

@@ -1,4 +1,4 @@
-"""Who solves which block and who takes how many samples: decisions without processes."""
+"""Who solves which block: decisions without processes."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import pytest
 
 import blockhf
 from blockhf import blocks
-from blockhf.batches import share_out
 from blockhf.meshes import assign, best_shape, estimated_costs, merged
 from blockhf_lab import bench, calibration
 
@@ -40,16 +39,6 @@ def test_a_block_dearer_than_all_others_is_shared_along_data() -> None:
     assert best_shape([8.0, 1.0, 1.0], 4) == (1, 4)
     assert best_shape([4.0, 2.0, 2.0], 4) == (2, 2)
     assert best_shape([1.0] * 4, 4) == (4, 1)
-
-
-@pytest.mark.parametrize("sizes", [[5], [3, 0, 4], [100, 1, 1], [7, 7, 7, 7]])
-def test_samples_are_shared_out_in_proportion(sizes: list[int]) -> None:
-    for number in range(sum(sizes) + 3):
-        shares = share_out(number, sizes)
-        assert sum(shares) == min(number, sum(sizes))
-        for share, size in zip(shares, sizes, strict=True):
-            assert 0 <= share <= size
-            assert abs(share - min(number, sum(sizes)) * size / sum(sizes)) < 1 + 1e-9
 
 
 def test_states_are_merged_and_cut() -> None:

@@ -59,7 +59,7 @@ VALID: dict[str, Callable[[Factory, nn.Module], BlockHF]] = {
         blocks.single(model), damping=LevenbergMarquardt(), search=FixedStep(evaluates=True)
     ),
     "a slow start": lambda make, model: make(
-        blocks.by_layer(model), slow_start=(10, 2), curvature_batch_size=4
+        blocks.by_layer(model), slow_start=(10, 2), curvature_batch_size=8
     ),
     "another search": lambda make, model: make(blocks.single(model), search=Backtracking()),
     "a share of the samples for curvature": lambda make, model: make(
@@ -175,7 +175,7 @@ INVALID: dict[str, tuple[Callable[[Factory, Any], Any], type[Exception], str]] =
     "an unknown reduction": (
         lambda make, m: make(m.parameters(), reduction="none"),
         ValueError,
-        "reduction is 'none', but must be 'mean' or 'sum'.",
+        "reduction is 'none', but must be 'mean', 'sum', or a function from a batch",
     ),
     "no curvature samples": (
         lambda make, m: make(m.parameters(), curvature_batch_size=0),

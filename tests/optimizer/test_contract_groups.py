@@ -250,13 +250,32 @@ def test_a_parameter_that_the_loss_does_not_use_stays_put(factory: Factory) -> N
     assert not torch.equal(values(task.model), before)
 
 
-def test_a_block_that_the_outputs_do_not_use_is_an_error_that_names_it(factory: Factory) -> None:
-    task = Task()
-    unused = {"params": [nn.Parameter(torch.ones(2, dtype=torch.float64))], "name": "idle"}
-    optimizer = factory([*blocks.single(task.model), {**unused, "params": [("idle", unused["params"][0])]}])
-    before = snapshot(task.model, optimizer)
-    with pytest.raises(ValueError, match="The outputs do not depend on block 'idle', so it has no curvature"):
+def test_a_block_that_the_outputs_do_not_use_stays_put_and_the_others_step(factory: Factory) -> None:
+    task, twin = Task(), Task()
+    idle = nn.Parameter(torch.ones(2, dtype=torch.float64))
+    groups = [*blocks.single(task.model), {"params": [("idle", idle)], "name": "idle"}]
+    optimizer, other = factory(groups, damping=0.1), factory(blocks.single(twin.model), damping=0.1)
+    for _ in range(2):
         optimizer.step(task.objective, task.batch)
+        other.step(twin.objective, twin.batch)
+        assert optimizer.report.accepted
+        assert optimizer.report.blocks[1].status == "no influence"
+        assert optimizer.report.blocks[1].num_products == 0
+    assert torch.equal(idle, torch.ones(2, dtype=torch.float64))
+    torch.testing.assert_close(values(task.model), values(twin.model), rtol=1e-8, atol=1e-9)
+
+
+def test_outputs_that_use_no_block_are_an_error(factory: Factory) -> None:
+    task = Task()
+    optimizer = factory(blocks.single(task.model))
+    before = snapshot(task.model, optimizer)
+    others = torch.ones(16, 2, dtype=torch.float64, requires_grad=True)
+
+    def objective(batch: Any) -> tuple[Tensor, Tensor]:
+        return others, task.objective(batch)[1] + others.square().mean()
+
+    with pytest.raises(ValueError, match="The outputs depend on no parameter of the optimizer"):
+        optimizer.step(objective, task.batch)
     assert equal(snapshot(task.model, optimizer), before)
 
 

@@ -176,7 +176,12 @@ class Exact(Preconditioner):
     """A preconditioner of one's own: the inverse itself."""
 
     def prepare(
-        self, samples: Samples, operator: BlockOperator, dampings: Sequence[float], state: PolicyState
+        self,
+        samples: Samples,
+        curvature: Curvature,
+        operator: BlockOperator,
+        dampings: Sequence[float],
+        state: PolicyState,
     ) -> list[Dense]:
         return [
             Dense(torch.linalg.inv(columns(operator, index) + damping * torch.eye(block.size).double()))

@@ -30,6 +30,7 @@ from optimizer_tasks import Graphs, Task, values
 
 NUM_SAMPLES = 16
 NUM_TANHS = 2  # in the model of the task
+CHECKS = [6, 6, 12]  # at the first step: whether the losses of two parts add up to that of both together
 
 
 class CountedTask(Task):
@@ -86,7 +87,7 @@ class Operations(TorchDispatchMode):
 
 
 def assert_report_agrees(optimizer: BlockHF, passes: list[int], products: list[int]) -> None:
-    """The work in the report is the work that was counted."""
+    """The work in the report is the work that was counted, but for checks."""
     report = optimizer.report
     assert report is not None
     work = report.work
@@ -109,8 +110,9 @@ def test_a_step_of_the_paper_costs_a_gradient_a_linearization_and_its_products(p
         optimizer.step(task.objective, task.batch)
         passes, products = task.drain(), curvature.drain()
         assert passes == [NUM_SAMPLES, 6]
-        assert products == [k if step == 0 else k + 1] * len(groups), "a warm start costs a product"
-        assert_report_agrees(optimizer, passes, products)
+        assert products == [k + 1] * len(groups), "a look at the first step, and then a warm start"
+        assert_report_agrees(optimizer, passes, [k if step == 0 else k + 1] * len(groups))
+        assert ("checks_flops" in optimizer.report.work) == (step == 0)
         work = {name: value for name, value in optimizer.report.work.items() if "flops" not in name}
         assert work == {
             "num_gradients": 1,
@@ -129,9 +131,9 @@ def test_a_step_of_the_paper_without_a_warm_start_costs_no_product_more() -> Non
     optimizer = BlockHF.paper(
         blocks.by_layer(task.model), damping=0.01, max_cg_steps=5, warm_start=0.0, curvature=curvature
     )
-    for _ in range(2):
+    for num_checks in (1, 0, 0):
         optimizer.step(task.objective, task.batch)
-        assert curvature.drain() == [5, 5, 5]
+        assert curvature.drain() == [5 + num_checks] * 3
 
 
 @pytest.mark.parametrize("size", [None, NUM_SAMPLES, 1000])
@@ -207,7 +209,7 @@ def test_a_search_costs_a_forward_pass_for_each_try(
     passes = task.drain()
     gradient = [NUM_SAMPLES] if micro_batch_size is None else [6, 6, 4]
     num_evaluations = optimizer.report.work["num_evaluations"]
-    assert passes == [*gradient, 5, *gradient * num_evaluations]
+    assert passes == [*gradient, 5, *(CHECKS if micro_batch_size else []), *gradient * num_evaluations]
     assert optimizer.report.work["evaluated_samples"] == NUM_SAMPLES * num_evaluations
     assert num_evaluations > 1 if expected is None else num_evaluations == expected
 
@@ -223,12 +225,13 @@ def test_micro_batches_cost_a_linearization_of_each_part_for_each_product() -> N
         micro_batch_size=6,
         curvature=curvature,
     )
-    for num_products in (3, 4):
+    for num_products, checks, num_checks in ((3, CHECKS, 1), (4, [], 0)):
         optimizer.step(task.objective, task.batch)
         passes, products = task.drain(), curvature.drain()
-        assert passes == [6, 6, 4] + [6, 4] * 3 * num_products
-        assert products == [2 * num_products] * 3, "one per part"
-        assert_report_agrees(optimizer, passes, [num_products] * 3)
+        gradient, looks, rest = [6, 6, 4], [*checks, *[6, 4] * 3 * num_checks], [6, 4] * 3 * num_products
+        assert passes == [*gradient, *looks, *rest]
+        assert products == [2 * (num_products + num_checks)] * 3, "one per part"
+        assert_report_agrees(optimizer, [*gradient, *rest], [num_products] * 3)
         assert optimizer.report.work["num_gradients"] == 1
         assert optimizer.report.work["num_linearizations"] == 2 * 3 * num_products
 
@@ -239,7 +242,18 @@ def test_a_curvature_batch_that_fits_into_a_micro_batch_is_linearized_once() -> 
         blocks.by_layer(task.model), damping=0.01, curvature_batch_size=6, micro_batch_size=6
     )
     optimizer.step(task.objective, task.batch)
+    assert task.drain() == [6, 6, 4, 6, *CHECKS]
+    optimizer.step(task.objective, task.batch)
     assert task.drain() == [6, 6, 4, 6]
+
+
+def test_running_statistics_cost_a_forward_pass_over_the_curvature_s_samples() -> None:
+    task = CountedTask(model=lambda: nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2)))
+    optimizer = BlockHF.paper(blocks.by_layer(task.model), damping=0.1, curvature_batch_size=6)
+    for is_training in (True, False):
+        task.model.train(is_training)
+        optimizer.step(task.objective, task.batch)
+        assert task.drain() == [NUM_SAMPLES, 6, *([6] if is_training else [])]
 
 
 def test_direction_costs_what_a_fixed_step_costs() -> None:
@@ -247,12 +261,12 @@ def test_direction_costs_what_a_fixed_step_costs() -> None:
     optimizer = BlockHF.martens(
         blocks.by_layer(task.model), cg_rtol=0.0, max_cg_steps=5, curvature_batch_size=6, curvature=curvature
     )
-    for num_products in (5, 6):
+    for num_products, num_checks in ((5, 1), (6, 0)):
         optimizer.direction(task.objective, task.batch)
         passes, products = task.drain(), curvature.drain()
         assert passes == [NUM_SAMPLES, 6]
-        assert products == [num_products] * 3
-        assert_report_agrees(optimizer, passes, products)
+        assert products == [num_products + num_checks] * 3
+        assert_report_agrees(optimizer, passes, [num_products] * 3)
 
 
 def test_a_step_from_a_non_finite_loss_costs_the_gradient_alone() -> None:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from blockhf import Auto, BlockHF, Traced, blocks
 from blockhf.curvature import auto
+from blockhf.plan import Sizes, draw_plan
 from cases import BATCH_NORM, CASES, CROSS_ENTROPY, DROPOUT, MLP, ONE_PER_NETWORK, Case
 from optimizer_tasks import Graphs, Task, equal, snapshot, through_a_file, values
 
@@ -148,7 +149,7 @@ def test_no_graph_survives_a_step(num_samples: int) -> None:
             graphs.assert_gone()
 
 
-def test_running_statistics_move_once_a_step_and_by_the_gradients_samples() -> None:
+def test_running_statistics_are_those_of_the_new_parameters_on_the_curvature_s_samples() -> None:
     case = Case(BATCH_NORM, CROSS_ENTROPY)
     model, twin = case.model(), case.model()
     batch = case.batch(200)
@@ -156,7 +157,16 @@ def test_running_statistics_move_once_a_step_and_by_the_gradients_samples() -> N
     optimizer.step(case.objective(model), batch)
     assert optimizer.report is not None
     assert optimizer.report.accepted
-    twin(batch[0][: optimizer.report.work["gradient_batch"]])
+    work = optimizer.report.work
+    plan = draw_plan([200], Sizes(work["gradient_batch"], work["curvature_batch"], held_out=50), seed=1)
+    (inputs, _), _ = plan.curvature.take(batch, 0)
+    with torch.no_grad():
+        for param, value in zip(twin.parameters(), model.parameters(), strict=True):
+            param.copy_(value)
+    for module in twin.modules():
+        if isinstance(module, nn.BatchNorm1d):
+            module.momentum = 1.0
+    twin(inputs)
     for one, other in zip(model.buffers(), twin.buffers(), strict=True):
         torch.testing.assert_close(one, other)
 
@@ -198,15 +208,22 @@ def test_held_out_samples_are_neither_in_the_gradient_nor_in_the_curvature() -> 
         return outputs, F.mse_loss(outputs, torch.sin(batch / 50))
 
     optimizer = BlockHF(blocks.single(model))
+    drawn = set()
     for _ in range(5):
         calls.clear()
         optimizer.step(objective, inputs)
         assert optimizer.report is not None
-        held_out, seen = set(range(150, 200)), set(range(optimizer.report.work["gradient_batch"]))
+        seen, held_out = calls[0], calls[-1]
+        assert len(seen) == optimizer.report.work["gradient_batch"]
+        assert len(held_out) == 50
+        assert not seen & held_out
         assert all(call == held_out or call <= seen for call in calls)
         first = calls.index(held_out)
         assert first > 0
         assert all(call == held_out for call in calls[first:])
+        assert all(len(held_out & set(range(start, start + 40))) == 10 for start in range(0, 200, 40))
+        drawn.add(frozenset(held_out))
+    assert len(drawn) == 5, "others in each step"
 
 
 @pytest.mark.slow

@@ -67,7 +67,7 @@ def dense_direction(task: Task, places: list[slice], damping: float, curvature_b
 def test_a_converged_step_is_the_dense_solve_of_each_diagonal_block(partition: Partition, loss: str) -> None:
     task = Task(loss)
     groups = partition(task.model)
-    expected = values(task.model) + dense_direction(task, slices(groups), 0.01, task.front(9))
+    expected = values(task.model) + dense_direction(task, slices(groups), 0.01, task.drawn(9))
     optimizer = BlockHF.martens(groups, damping=0.01, curvature_batch_size=9, **FULL_STEP)
     optimizer.step(task.objective, task.batch)
     torch.testing.assert_close(values(task.model), expected, rtol=1e-8, atol=1e-9)
@@ -173,9 +173,9 @@ def test_paper_is_algorithm_1_as_it_stands(partition: Partition, loss: str, rtol
     optimizer = BlockHF.paper(groups, damping=0.02, max_cg_steps=6, cg_rtol=rtol, curvature_batch_size=9)
     places = slices(groups)
     last = torch.zeros_like(values(twin.model))
-    for _ in range(5):
-        # 1. The gradient on S_g. 2. The curvature on S_c, a part of it.
-        gradient, matrix = dense_gradient(twin, twin.batch), dense_gauss_newton(twin, twin.front(9))
+    for step in range(5):
+        # 1. The gradient on S_g. 2. The curvature on S_c, drawn from it.
+        gradient, matrix = dense_gradient(twin, twin.batch), dense_gauss_newton(twin, twin.drawn(9, step))
         matrix = matrix + 0.02 * eye_like(matrix)
         # 3. CG on each block, from 0.95 times the last solution.
         last = torch.cat(
@@ -243,8 +243,9 @@ def run(
     settings = {"cg_rtol": 0.0, "cg_progress": 0.0, "max_cg_steps": 5, **options}
     optimizer = BlockHF.martens(blocks.by_layer(task.model), reduction=task.reduction, **settings)
     losses: list[float] = []
-    for _ in range(num_steps):
-        losses.append(float(optimizer.step(task.objective, task.batch, curvature_batch)))
+    for step in range(num_steps):
+        given = curvature_batch(step) if callable(curvature_batch) else curvature_batch
+        losses.append(float(optimizer.step(task.objective, task.batch, given)))
         losses.append(float(optimizer.report.loss_after or 0.0))
     return values(task.model), losses
 
@@ -283,20 +284,32 @@ def test_a_sum_with_n_times_the_damping_steps_like_a_mean(
 @pytest.mark.parametrize("micro_batch_size", [None, 4], ids=lambda size: f"micro={size}")
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
 @pytest.mark.parametrize("num_samples", [7, 16])
-def test_an_explicit_curvature_batch_is_as_good_as_the_front_of_the_batch(
+def test_an_explicit_curvature_batch_is_as_good_as_one_that_is_drawn(
     num_samples: int, reduction: str, micro_batch_size: int | None
 ) -> None:
     implicit, explicit = Task(reduction=reduction), Task(reduction=reduction)
-    front = run(implicit, curvature_batch_size=num_samples, micro_batch_size=micro_batch_size)
-    given = run(explicit, curvature_batch=explicit.front(num_samples), micro_batch_size=micro_batch_size)
-    assert equal(given, front)
+    drawn = run(implicit, curvature_batch_size=num_samples, micro_batch_size=micro_batch_size)
+    given = run(
+        explicit,
+        curvature_batch=lambda step: explicit.drawn(num_samples, step),
+        micro_batch_size=micro_batch_size,
+    )
+    assert equal(given, drawn)
+
+
+def test_another_seed_draws_other_curvature_samples() -> None:
+    other = Task()
+    ends = [run(Task(), curvature_batch_size=7, seed=seed)[0] for seed in (0, 0, 5)]
+    assert torch.equal(ends[0], ends[1])
+    assert not torch.equal(ends[0], ends[2])
+    given = run(other, curvature_batch=lambda step: other.drawn(7, step, seed=5))
+    assert torch.equal(given[0], ends[2])
 
 
 def test_an_explicit_curvature_batch_goes_before_the_curvature_batch_size() -> None:
     given, other = Task(), Task()
-    assert equal(
-        run(given, curvature_batch=given.front(7), curvature_batch_size=3), run(other, curvature_batch_size=7)
-    )
+    both = run(given, curvature_batch=lambda step: given.drawn(7, step), curvature_batch_size=3)
+    assert equal(both, run(other, curvature_batch_size=7))
 
 
 def test_the_curvature_batch_matters() -> None:

@@ -47,7 +47,8 @@ class Searched:
         self.slices = slices(groups)
         samples = Samples(self.objective, self.seen, as_blocks(groups))
         linearizer = Linearizer(GaussNewton(), DoubleBackward(), PolicyState())
-        self.point = Point(samples, linearizer, keeps_graph=True)
+        self.point = Point(samples, linearizer)
+        self.point.keeps_graph = True
         self.held_out = self.point.apart((self.unseen, Share(40, 40))) if num_held_out else None
         self.compared = self.point.apart((self.again, Share(60, 60))) if share else None
         self.state = PolicyState()

@@ -472,7 +472,9 @@ class Stepper:
         return f"CG ended early: {', '.join(self.statuses)}" if early else ""
 
     def _step(self) -> StepReport:
-        self.optimizer.step(self.case.objective, self.batch)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # what an update costs is measured, and not where it leads
+            self.optimizer.step(self.case.objective, self.batch)
         assert self.optimizer.report is not None
         return self.optimizer.report
 

@@ -48,6 +48,24 @@ def _telling(mistakes: tuple[type[Exception], ...] = (OSError, ValueError)) -> I
         raise typer.Exit(2) from error
 
 
+_MOST_PROCESSES = 4096
+
+
+def _whole(least: int, most: int = 2**63 - 1) -> Callable[[int], int]:
+    """Check a whole number; typer's own limits are shown as formulas."""
+
+    def check(value: int) -> int:
+        import typer
+
+        if value < least:
+            raise typer.BadParameter(f"{value} is less than {least}.")
+        if value > most:
+            raise typer.BadParameter(f"{value} is too large; at most {most} is possible.")
+        return value
+
+    return check
+
+
 # Other packages are imported in here, where the lack of one can be told; annotations see them because this
 # module does not postpone the evaluation of annotations.
 def _app() -> "typer.Typer":
@@ -79,9 +97,7 @@ def _app() -> "typer.Typer":
             float | None,
             typer.Option(help="Time for each of the five optimizers.", show_default="20, or 0.5 if quick"),
         ] = None,
-        seed: Annotated[
-            int, typer.Option(min=0, max=2**63 - 1, help="Of the weights and of the batches.")
-        ] = 0,
+        seed: Annotated[int, typer.Option(callback=_whole(0), help="Of the weights and of the batches.")] = 0,
         out: Annotated[Path, typer.Option(help="Folder for results.json and demo.png.")] = Path("runs/demo"),
         quick: Annotated[bool, typer.Option("--quick", help="A small network, in a few seconds.")] = False,
     ) -> None:
@@ -104,7 +120,69 @@ def _app() -> "typer.Typer":
     _plan(app)
     app.add_typer(_data(), name="data")
     app.add_typer(_bench(), name="bench")
+    fuzz = _fuzz()
+    _campaigns(fuzz)
+    app.add_typer(fuzz, name="fuzz")
     return app
+
+
+def _campaigns(fuzz: "typer.Typer") -> None:
+    import typer
+
+    Number = Annotated[int, typer.Option(min=1, help="How many, those of the record included.")]
+    Seed = Annotated[int, typer.Option(min=0, help="Of the campaign.")]
+    Seconds = Annotated[
+        float | None, typer.Option(min=0, help="Time to stop after; the same command goes on.")
+    ]
+    Out = Annotated[Path, typer.Option(help="Folder of the record.")]
+    Only = Annotated[int | None, typer.Option(min=0, help="One trial once more, by its number.")]
+
+    def campaign(
+        what: str, number: int, seed: int, seconds: float | None, out: Path, only: int | None
+    ) -> None:
+        from blockhf_lab.fuzz.campaign import Settings, again, failing, run
+
+        settings = Settings(what, number, seed, float("inf") if seconds is None else seconds)
+        with _telling():
+            if only is not None:
+                is_fine = again(settings, only, typer.echo)
+            else:
+                is_fine = not failing(run(settings, out, typer.echo))
+        if not is_fine:
+            raise typer.Exit(1)
+
+    @fuzz.command()
+    def cases(
+        number: Number = 10_000,
+        seed: Seed = 0,
+        seconds: Seconds = None,
+        out: Out = Path("results/reliability"),
+        only: Only = None,
+    ) -> None:
+        """Random networks, losses, batches, partitions and settings, against dense matrices and promises."""
+        campaign("cases", number, seed, seconds, out, only)
+
+    @fuzz.command()
+    def interrupts(
+        number: Number = 1000,
+        seed: Seed = 0,
+        seconds: Seconds = None,
+        out: Out = Path("results/reliability"),
+        only: Only = None,
+    ) -> None:
+        """Steps that are interrupted at a random line, and what they leave behind."""
+        campaign("interrupts", number, seed, seconds, out, only)
+
+    @fuzz.command()
+    def page(
+        records: Annotated[Path, typer.Argument(help="Folder of the records.")],
+        page: Annotated[Path, typer.Option(help="Page whose generated parts are made anew.")],
+    ) -> None:
+        """Put the numbers of the records into docs/reliability.md."""
+        from blockhf_lab.fuzz.page import write
+
+        with _telling():
+            write(records, page)
 
 
 def _experiments(app: "typer.Typer") -> None:
@@ -128,7 +206,12 @@ def _experiments(app: "typer.Typer") -> None:
         ),
     ]
     Data = Annotated[Path | None, typer.Option(help="Folder with the data.", show_default="the cache")]
-    Threads = Annotated[int, typer.Option(min=0, help="Threads to compute with.", show_default="torch's own")]
+    Threads = Annotated[
+        int,
+        typer.Option(
+            callback=_whole(0, _MOST_PROCESSES), help="Threads to compute with.", show_default="torch's own"
+        ),
+    ]
     Tensorboard = Annotated[bool, typer.Option("--tensorboard", help="Log for TensorBoard too.")]
 
     def attempt(action: Callable[[], bool]) -> None:
@@ -148,7 +231,7 @@ def _experiments(app: "typer.Typer") -> None:
             str, typer.Option(help="name:option=value,option=value, e.g. adam:lr=1e-3,batch=600.")
         ] = "block-hf",
         preset: Preset = "quick",
-        seed: Annotated[int, typer.Option(min=0, help="Of the weights and of the batches.")] = 0,
+        seed: Annotated[int, typer.Option(callback=_whole(0), help="Of the weights and of the batches.")] = 0,
         budget: Budget = "",
         stop: Stop = "",
         out: Annotated[
@@ -158,12 +241,19 @@ def _experiments(app: "typer.Typer") -> None:
         data: Data = None,
         threads: Threads = 0,
         tensorboard: Tensorboard = False,
-        ranks: Annotated[int, typer.Option(min=1, help="Processes of this machine to train with.")] = 1,
+        ranks: Annotated[
+            int,
+            typer.Option(
+                callback=_whole(1, _MOST_PROCESSES), help="Processes of this machine to train with."
+            ),
+        ] = 1,
         mesh: Annotated[
             str | None,
             typer.Option(help="How they share the work: BLOCKxDATA.", show_default="best for the blocks"),
         ] = None,
-        restarts: Annotated[int, typer.Option(min=0, help="How often to start again if one fails.")] = 0,
+        restarts: Annotated[
+            int, typer.Option(callback=_whole(0), help="How often to start again if one fails.")
+        ] = 0,
     ) -> None:
         """Train a task by one optimizer: block-hf, hf, blockhf, or any of torch.optim."""
         from rich.console import Console
@@ -174,6 +264,7 @@ def _experiments(app: "typer.Typer") -> None:
         config = runs.Config(task, preset, optimizer, seed, budget, stop, threads, mesh=mesh)
         if ranks > 1 and not processes.is_one_of_many():
             with _telling():
+                config.complete()  # once, and not in each of the processes
                 runs.check_free(out or commands.run_folder(config), resume=resume)
             raise typer.Exit(processes.launch(ranks, restarts, sys.argv[1:]))
         attempt(
@@ -334,7 +425,12 @@ def _plan(app: "typer.Typer") -> None:
         efficiency: Annotated[
             float, typer.Option(help="What a rank keeps of its speed while all others work.")
         ] = 1.0,
-        threads: Annotated[int, typer.Option(min=0, help="To measure with.", show_default="torch's own")] = 0,
+        threads: Annotated[
+            int,
+            typer.Option(
+                callback=_whole(0, _MOST_PROCESSES), help="To measure with.", show_default="torch's own"
+            ),
+        ] = 0,
         json: Annotated[Path | None, typer.Option("--json", help="File for the numbers.")] = None,
         plot: Annotated[Path | None, typer.Option(help="File for the figure, as PNG and SVG.")] = None,
     ) -> None:
@@ -430,7 +526,7 @@ def _bench() -> "typer.Typer":
     ]
     Repetitions = Annotated[int, typer.Option(help="Turns of each candidate; the best one counts.")]
     Threads = Annotated[int | None, typer.Option(help="Threads to compute with.", show_default="torch's own")]
-    Seed = Annotated[int, typer.Option(min=0, max=2**63 - 1, help="Of weights and samples.")]
+    Seed = Annotated[int, typer.Option(callback=_whole(0), help="Of weights and samples.")]
     Json = Annotated[Path | None, typer.Option("--json", help="File for the numbers.")]
 
     def measure(what: str, networks: str, out: Path | None, **options: Any) -> None:
@@ -530,3 +626,36 @@ def _bench() -> "typer.Typer":
             run(Settings(ranks, curvature, cg_steps, repetitions, seed, small), json, Console(), page)
 
     return bench
+
+
+def _fuzz() -> "typer.Typer":
+    import typer
+
+    fuzz = typer.Typer(no_args_is_help=True, help="Look for faults by chance.")
+
+    @fuzz.callback()
+    def common() -> None:
+        pass
+
+    @fuzz.command()
+    def kills(
+        number: Annotated[int, typer.Option(callback=_whole(1), help="How often runs are ended.")] = 500,
+        seed: Annotated[int, typer.Option(callback=_whole(0), help="Of the moments.")] = 0,
+        out: Annotated[Path, typer.Option(help="Folder for kills.json and cases.jsonl.")] = Path(
+            "runs/fuzz-kills"
+        ),
+    ) -> None:
+        """Kill runs at random moments, resume them, and compare them with undisturbed ones.
+
+        What is done is kept; the same command goes on.
+        """
+        from rich.console import Console
+
+        from blockhf_lab import fuzz_runs
+
+        with _telling():
+            is_well = fuzz_runs.kills(number, seed, out, Console())
+        if not is_well:
+            raise typer.Exit(1)
+
+    return fuzz

@@ -220,8 +220,7 @@ def _join(config: Config) -> ranks.Ranks:
 def _as_before(config: Config, folder: Path, *, resume: bool) -> Config:
     """A resumed run has the threads that it had, as they change the last bits."""
     if resume and not config.threads and (folder / "config.json").exists():
-        threads = files.read_json(folder / "config.json").get("threads", 0)
-        return replace(config, threads=int(threads))
+        return replace(config, threads=runs.read_config(folder).get("threads", 0))
     return config
 
 
@@ -252,6 +251,8 @@ def _run(
         Run(config, folder, samples, resume=resume, ranks=together) as run,
         _logger(run, tensorboard and together.leads) as log,
     ):
+        if run.notice:
+            progress.console.print(run.notice, soft_wrap=True, markup=False)
         bar = progress.add_task(label, total=1.0, status="")
         progress.update(bar, completed=min(run.spent, 1.0))
 

@@ -22,6 +22,21 @@ AXES: Mapping[str, str] = {"update": "updates", "ge": "gradient-equivalents", "s
 _FORMAT = 1
 _MEMORY = ("peak_bytes", "state_bytes")
 Point = dict[str, float | None]
+_SHAPE: files.Shape = {
+    "format": int,
+    **dict.fromkeys(("task", "preset"), str),
+    "settings": {"title": str, "large_batch": int, "metric": str, "targets": [float]},
+    "budgets": [str],
+    "environments": [dict],
+    "entries": [
+        {
+            **dict.fromkeys(("optimizer", "status"), str),
+            "seed": int,
+            "points": [{**dict.fromkeys(AXES, float), "train_loss": (float, None), ...: (float, None)}],
+            "num_cg?": (float, None),
+        }
+    ],
+}
 
 
 @dataclass(frozen=True)
@@ -72,7 +87,7 @@ class Comparison:
         """The runs of each optimizer, over the seeds: block HF first, then HF, then the others."""
         by_text: dict[str, list[Entry]] = {}
         for entry in self.entries:
-            by_text.setdefault(entry.optimizer, []).append(entry)
+            by_text.setdefault(str(Spec.parse(entry.optimizer)), []).append(entry)
         specs = sorted(map(Spec.parse, by_text), key=_rank)
         return [(spec, sorted(by_text[str(spec)], key=lambda entry: entry.seed)) for spec in specs]
 
@@ -88,12 +103,28 @@ class Comparison:
         """
         found = files.read_json(path)
         try:
+            files.expect(found, _SHAPE)
             if found.pop("format") != _FORMAT:
                 raise ValueError("its format is another")
             entries = [Entry(**entry) for entry in found.pop("entries")]
-            return cls(**found, entries=entries)
-        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            compared = cls(**found, entries=entries)
+            compared.check()
+        except (TypeError, ValueError) as error:
             raise ValueError(f"{path} is no comparison ({error}). Make it with blockhf compare.") from error
+        return compared
+
+    def check(self) -> None:
+        """Raise where something is in it that cannot be shown."""
+        if self.settings["metric"] not in ("loss", "accuracy"):
+            raise ValueError(f"its metric is {self.settings['metric']!r}, but must be loss or accuracy")
+        for entry in self.entries:
+            Spec.parse(entry.optimizer)
+            if not entry.points:
+                raise ValueError(f"{entry.optimizer}, seed {entry.seed}, has no evaluation")
+            if missing := [point["update"] for point in entry.points if self.test_key not in point]:
+                raise ValueError(
+                    f"{entry.optimizer}, seed {entry.seed}, has no {self.test_key} at update {missing[0]}"
+                )
 
 
 def collect(folders: Sequence[Path]) -> list[Comparison]:
@@ -101,11 +132,8 @@ def collect(folders: Sequence[Path]) -> list[Comparison]:
     found: dict[tuple[str, str], list[Path]] = {}
     configs = {}
     for folder in runs.find(list(folders)):
-        config = configs[folder] = files.read_json(folder / "config.json")
-        try:
-            found.setdefault((config["task"], config["preset"]), []).append(folder)
-        except (KeyError, TypeError) as error:
-            raise ValueError(f"{folder / 'config.json'} is no config of a run.") from error
+        config = configs[folder] = runs.read_config(folder)
+        found.setdefault((config["task"], config["preset"]), []).append(folder)
     comparisons = []
     for (task, preset), members in found.items():
         settings = configs[members[0]]["settings"]
@@ -114,16 +142,21 @@ def collect(folders: Sequence[Path]) -> list[Comparison]:
                 raise ValueError(
                     f"{folder} and {members[0]} have different settings of {task} and cannot be compared."
                 )
-        comparisons.append(
-            Comparison(
-                task,
-                preset,
-                settings,
-                sorted({configs[folder]["budget"] for folder in members}),
-                _environments(members),
-                [entry for folder in members if (entry := _entry(folder, configs[folder])) is not None],
-            )
+        compared = Comparison(
+            task,
+            preset,
+            settings,
+            sorted({configs[folder]["budget"] for folder in members}),
+            _environments(members),
+            [entry for folder in members if (entry := _entry(folder, configs[folder])) is not None],
         )
+        try:
+            compared.check()
+        except ValueError as error:
+            raise ValueError(
+                f"The runs of {task} in {members[0].parent} cannot be shown: {error}."
+            ) from error
+        comparisons.append(compared)
     return comparisons
 
 
@@ -131,8 +164,7 @@ def _entry(folder: Path, config: Mapping[str, Any]) -> Entry | None:
     records = runs.read_records(folder)
     if not records:
         return None
-    result = folder / "result.json"
-    status = files.read_json(result)["status"] if result.exists() else "unfinished"
+    status = runs.read_status(folder)
     iterations = [sum(record["report"]["cg"]) for record in records if "report" in record]
     points: list[Point] = [
         {
@@ -155,8 +187,9 @@ def _entry(folder: Path, config: Mapping[str, Any]) -> Entry | None:
 def _environments(folders: Sequence[Path]) -> list[dict[str, Any]]:
     found: list[dict[str, Any]] = []
     for folder in folders:
-        for environment in files.read_json(folder / "environment.json"):
-            bare = {key: value for key, value in environment.items() if key not in ("started", "from_update")}
+        for environment in runs.read_environments(folder):
+            own = ("started", "from_update", "notice")
+            bare = {key: value for key, value in environment.items() if key not in own}
             if bare not in found:
                 found.append(bare)
     return found

@@ -56,11 +56,14 @@ FIRST_ORDER: Mapping[str, Callable[..., Optimizer]] = {
     **{
         name.lower(): kind
         for name, kind in vars(torch.optim).items()
-        if isinstance(kind, type) and issubclass(kind, Optimizer) and kind is not Optimizer
+        if isinstance(kind, type) and issubclass(kind, Optimizer) and name not in ("Optimizer", "SparseAdam")
     },
     "muon": Muon,
 }
-"""The optimizers of torch, by their names in small letters. Muon is our own: torch's takes matrices alone."""
+"""The optimizers of torch, by their names in small letters.
+
+Muon is our own: torch's takes matrices alone. SparseAdam is left out: no task has sparse gradients.
+"""
 
 OPTIONAL: Mapping[str, str] = {"soap": "SOAP"}
 """Optimizers of the package pytorch-optimizer, by our name and by its. Without it their runs can be read."""
@@ -105,6 +108,8 @@ class Spec:
 
     def __post_init__(self) -> None:
         names = (*SECOND_ORDER, *FIRST_ORDER, *OPTIONAL)
+        if self.name == "sparseadam":
+            raise ValueError("sparseadam is for sparse gradients, which no task here has. Take adam.")
         if self.name not in names:
             raise ValueError(f"There is no optimizer {self.name!r}. There are {', '.join(names)}.")
         batch = self.options.get("batch", 1)
@@ -131,6 +136,32 @@ class Spec:
             raise ValueError(
                 f"{self.name} has no option {', '.join(map(repr, unknown))}. It has {', '.join(known)}."
             )
+        if not self.is_second_order:
+            self._check_kinds()
+
+    def _check_kinds(self) -> None:
+        """Raise where a value is of another kind than the optimizer's own; torch would fail on its way."""
+        for key, parameter in inspect.signature(self._class()).parameters.items():
+            own = parameter.default
+            if key not in self.options or not isinstance(own, (bool, int, float, tuple)):
+                continue
+            kind, words = (
+                (bool, "true or false")
+                if isinstance(own, bool)
+                else (tuple, f"{len(own)} numbers with a slash between them")
+                if isinstance(own, tuple)
+                else ((int, float), "a number")
+            )
+            value = self.options[key]
+            numbers = value if isinstance(value, tuple) else ()
+            if (
+                not isinstance(value, kind)
+                or (isinstance(value, bool) and kind is not bool)
+                or (isinstance(value, (int, float)) and not math.isfinite(value))
+                or (isinstance(own, tuple) and len(numbers) != len(own))
+                or not all(type(number) in (int, float) for number in numbers)
+            ):
+                raise ValueError(f"{key} of {self.name} is {_text(value)}, but must be {words}.")
 
     @classmethod
     def parse(cls, text: str) -> Spec:
@@ -210,8 +241,16 @@ class Spec:
                 second = self._second_order(task, model, population, {**rest, "mesh": ranks.mesh})
                 return Method(self, task, model, unit, second, ranks)
             return Method(self, task, model, unit, self._class()(list(model.parameters()), **rest), ranks)
-        except (TypeError, ValueError) as error:
-            raise ValueError(f"{self} does not work on {task.name}: {error}") from error
+        except (AttributeError, AssertionError, RuntimeError, TypeError, ValueError) as error:
+            raise ValueError(f"{self} does not work on {task.name}: {self._why(error)}") from error
+
+    def _why(self, error: Exception) -> str:
+        """The reason in words; Python's own for values of a wrong kind say nothing of the options."""
+        told = next(iter(str(error).splitlines()), type(error).__name__)
+        if not isinstance(error, (AttributeError, TypeError)):
+            return told
+        words = [f"{key}={_text(value)}" for key, value in self.options.items() if key not in _OURS_SECOND]
+        return f"one of its options, {', '.join(words)}, has a value of a wrong kind." if words else told
 
     def _second_order(
         self, task: Task, model: nn.Module, population: int | None, rest: dict[str, Any]
@@ -268,7 +307,7 @@ class Method:
         optimizer: Optimizer,
         ranks: Ranks = ALONE,
     ) -> None:
-        self.optimizer = optimizer
+        self.optimizer, self._spec, self._task = optimizer, spec, task.name
         self._params, self._ranks = list(model.parameters()), ranks
         self._unit = unit
         self._objective = task.objective(model)
@@ -304,7 +343,13 @@ class Method:
             ge = self._unit.of_samples(len(batch[0])) + counter.flops / self._unit.flops
             return Step(float(loss), ge)
         # LBFGS asks for several gradients in a step; the others for one.
-        loss = self.optimizer.step(closure)  # type: ignore[arg-type, assignment]
+        try:
+            loss = self.optimizer.step(closure)  # type: ignore[arg-type, assignment]
+        except (AssertionError, RuntimeError, TypeError, ValueError) as error:
+            # Some of torch's optimizers look at their options and gradients only here.
+            raise ValueError(
+                f"{self._spec} does not work on {self._task}: {self._spec._why(error)}"
+            ) from error
         return Step(float(loss), num_gradients * self._unit.of_samples(len(batch[0])))
 
     def state_bytes(self) -> int:

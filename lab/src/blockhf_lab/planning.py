@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -17,6 +18,9 @@ from blockhf_lab.plan import Machine, Mesh, Model, Prediction, Scaling, Update, 
 
 _FEW = 2
 _REPETITIONS = 3
+_MOST = 1e24  # of numbers whose products are still far from overflowing
+_MOST_LAYERS = 10_000
+_MOST_RANKS = 1_000_000
 
 
 @dataclass(frozen=True)
@@ -72,8 +76,26 @@ class Request:
             raise ValueError("A network that is not here cannot be measured. Give the --flops of a rank.")
         if self.ranks is not None and (self.block is not None or self.data is not None):
             raise ValueError("Give either --ranks, or --block and --data.")
-        if self.ranks is not None and self.ranks < 1:
-            raise ValueError(f"ranks is {self.ranks}, but must be at least 1.")
+        for name in ("parameters", "flops", "memory_bandwidth", "efficiency"):
+            value = getattr(self, name)
+            if value is not None and not 0 < value < _MOST:
+                raise ValueError(f"{name} is {value:g}, but must be above 0 and below {_MOST:g}.")
+        for name in ("tokens", "gradient_batch", "curvature_batch", "cg_steps", "micro_batch"):
+            value = getattr(self, name)
+            if value is not None and not 1 <= value < _MOST:
+                raise ValueError(f"{name} is {value}, but must be at least 1 and below {_MOST:g}.")
+        for name, most in (("layers", _MOST_LAYERS), ("ranks", _MOST_RANKS), ("block", _MOST_RANKS)):
+            value = getattr(self, name)
+            if value is not None and not 1 <= value <= most:
+                raise ValueError(f"{name} is {value}, but must be at least 1 and at most {most}.")
+        if self.data is not None and not 1 <= self.data <= _MOST_RANKS:
+            raise ValueError(f"data is {self.data}, but must be at least 1 and at most {_MOST_RANKS}.")
+        for bandwidth in self.bandwidths:
+            if not 0 < bandwidth < math.inf:
+                raise ValueError(f"bandwidth is {bandwidth}, but must be above 0 and finite.")
+        for latency in self.latencies:
+            if not 0 <= latency < math.inf:
+                raise ValueError(f"latency is {latency}, but must be at least 0 and finite.")
         if len(self.latencies) not in (1, len(self.bandwidths)):
             raise ValueError(
                 f"There are {len(self.bandwidths)} bandwidths and {len(self.latencies)} latencies. Give one "

@@ -104,6 +104,10 @@ def run(plan: Plan, task: Task, out: Path, console: Console, *, data: Path | Non
         Whether all came to its end; the same call goes on where it was interrupted.
     """
     known = families(task)
+    for seed in plan.seeds:  # hours before the last of them begins
+        for budget in (plan.search, plan.budget):
+            config = Config(plan.task, plan.preset, "blockhf", seed, budget, "budget", plan.threads)
+            config.complete()
     if unknown := [name for name in plan.names if name not in known]:
         raise ValueError(f"There is no family {', '.join(unknown)}. There are {', '.join(known)}.")
     targets = task.targets if plan.preset == "quick" else TARGETS.get(plan.task, task.targets)

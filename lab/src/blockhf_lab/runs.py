@@ -5,7 +5,8 @@ A folder holds
 - ``config.json``: what was asked for;
 - ``environment.json``: where it ran, once for each time that it was started;
 - ``records.jsonl``: a line for each update;
-- ``checkpoint.pt``: tensors and numbers to go on from, replaced every now and then;
+- ``checkpoint.pt``: tensors and numbers to go on from, replaced every now and then, with a checksum;
+- ``checkpoint.previous.pt``: the one before, for the case that it is damaged;
 - ``result.json``: how it ended, as soon as it has.
 
 A killed run goes on from its checkpoint: the records after it are cut off and made again, the same to the
@@ -18,11 +19,10 @@ import contextlib
 import ctypes
 import datetime
 import gc
-import io
+import hashlib
 import json
 import math
 import os
-import pickle
 import platform
 import re
 import subprocess
@@ -38,7 +38,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import blockhf
 from blockhf.report import StepReport, Stopwatch
-from blockhf_lab import costs, files, tasks
+from blockhf_lab import checkpoints, costs, files, tasks
 from blockhf_lab.optimizers import Spec
 from blockhf_lab.ranks import ALONE, Ranks
 from blockhf_lab.tasks import Samples, Task
@@ -73,7 +73,7 @@ class Budget:
     @classmethod
     def parse(cls, text: str) -> Budget:
         match = _BUDGET.fullmatch(text.strip())
-        if match is None or float(match[1]) <= 0:
+        if match is None or not 0 < float(match[1]) < math.inf:
             raise ValueError(f"Cannot read the budget {text!r}. Write 50updates, 20epochs, 200ge or 600s.")
         return cls(float(match[1]), _KINDS[match[2][0].lower()])
 
@@ -130,8 +130,10 @@ class Config:
             raise ValueError(f"stop is {stop!r}, but must be one of {', '.join(STOPS)}.")
         if self.growth and self.growth <= 1:
             raise ValueError(f"growth is {self.growth}, but must be above 1, or zero for the task's own.")
-        if self.seed < 0:
-            raise ValueError(f"seed is {self.seed}, but must be at least 0.")
+        if not 0 <= self.seed < 2**63:
+            raise ValueError(f"seed is {self.seed}, but must be at least 0 and less than 2**63.")
+        if self.threads < 0:
+            raise ValueError(f"threads is {self.threads}, but must be at least 0.")
         return replace(
             self,
             optimizer=str(Spec.parse(self.optimizer)),
@@ -177,6 +179,9 @@ class Run:
         resume: Whether to go on with what is in the folder. Without it, a folder with a run is an error.
         ranks: The processes that make the run together. They must see the same folder; the first writes.
 
+    Attributes:
+        notice: What was not in order in the folder and did no harm but for some lost time, in a sentence.
+
     Raises:
         ValueError: The folder holds another run, or none that can be gone on with; or the config is bad.
     """
@@ -201,6 +206,7 @@ class Run:
         self.updates_per_epoch = updates_per_epoch(self.spec, self.task, self.train)
         self.progress = Progress()
         self.status: Status | None = None
+        self.notice = ""
         self._best = _Best()
         self._order: tuple[int, Tensor] | None = None
         folder.mkdir(parents=True, exist_ok=True)
@@ -235,10 +241,11 @@ class Run:
         config = self.folder / "config.json"
         check_free(self.folder, resume=resume)
         if config.exists():
-            found = files.read_json(config)
+            found = read_config(self.folder)
             _same_run(self.folder, found, wanted, decays="schedule" in self.spec.options)
-        for leftover in self.folder.glob(".*.pt.*"):  # of a process that was killed while it wrote
-            leftover.unlink(missing_ok=True)
+        for leftover in self.folder.glob(".*.*.*"):  # of a process that was killed while it wrote
+            if leftover.suffixes[-2:-1] in ([".pt"], [".json"]):
+                leftover.unlink(missing_ok=True)
         self._wanted = wanted
 
     def _begin(self) -> None:
@@ -255,9 +262,9 @@ class Run:
         )
         if self.ranks.leads:
             files.write(self.folder / "config.json", files.to_json(self._wanted, indent=2))
-        checkpoint = self.folder / "checkpoint.pt"
-        if self.ranks.first(checkpoint.exists()):
-            self._load(checkpoint)
+        checkpoint = self.ranks.first(self._checkpoint() if self.ranks.leads else None)
+        if checkpoint is not None:
+            self._load(self.folder / checkpoint)
         else:
             self._cut(0)
         if self.status == "finished" and self.spent < 1 - 1e-9:
@@ -270,28 +277,58 @@ class Run:
             return
         if self.ranks.leads:
             self._note_environment()
-        if self.progress.update == 0:
+        if checkpoint is None:
             self._write({**self._place(), **self._evaluate()})
 
+    def _checkpoint(self) -> str | None:
+        """The newest checkpoint that is whole and fits the records; none where there is no checkpoint.
+
+        Raises:
+            ValueError: There are checkpoints, but none is of use.
+        """
+        names = [name for name in (checkpoints.NEWEST, checkpoints.PREVIOUS) if (self.folder / name).exists()]
+        faults = []
+        for name in names:
+            path = self.folder / name
+            try:
+                saved = checkpoints.read(path)
+                self._check_records(path, saved)
+            except checkpoints.Damaged as error:
+                faults.append((path, f"{path} cannot be gone on from ({error})"))
+            except ValueError as error:
+                faults.append((path, str(error)))
+            else:
+                for damaged, fault in faults:
+                    self.notice = f"{fault}. Going on from the checkpoint before it."
+                    checkpoints.set_aside(damaged)
+                return name
+        if faults:
+            raise ValueError(f"{faults[0][1]}. Delete the folder to start anew.")
+        return None
+
+    def _check_records(self, path: Path, saved: dict[str, Any]) -> None:
+        """Raise where the records are not those of a checkpoint."""
+        records, length = self.folder / "records.jsonl", saved.get("length", 0)
+        content = records.read_bytes()[:length]
+        if len(content) < length:
+            raise ValueError(f"{records} is shorter than when {path.name} was saved")
+        if saved.get("records") not in (None, hashlib.sha256(content).hexdigest()):
+            raise ValueError(f"{records} has been changed since {path.name} was saved")
+
     def _load(self, path: Path) -> None:
+        saved = checkpoints.read(path)
         try:
-            saved = torch.load(path, weights_only=True)
             self.model.load_state_dict(saved["model"])
             self.method.optimizer.load_state_dict(saved["optimizer"])
             if self.averaged is not None:
                 self.averaged.load_state_dict(saved["averaged"])
             self.progress, self._best = Progress(**saved["progress"]), _Best(**saved["best"])
             self.status, length = saved["status"], int(saved["length"])
-        except (KeyError, TypeError, ValueError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
+        except (KeyError, TypeError, ValueError, RuntimeError) as error:
             what = next(iter(str(error).splitlines()), type(error).__name__)
             raise ValueError(
                 f"{path} cannot be gone on from ({what}). Delete the folder to start anew."
             ) from error
-        records = self.folder / "records.jsonl"
-        if self.ranks.leads and records.stat().st_size < length:
-            raise ValueError(
-                f"{records} is shorter than when {path.name} was saved. Delete the folder to start anew."
-            )
         self._cut(length)
         torch.set_rng_state(saved["rng"])
 
@@ -301,11 +338,14 @@ class Run:
             return
         self._records.truncate(length)
         self._records.seek(0, os.SEEK_END)
+        self._sum = hashlib.sha256((self.folder / "records.jsonl").read_bytes())
 
     def _note_environment(self) -> None:
         path = self.folder / "environment.json"
-        started = files.read_json(path) if path.exists() else []
+        started = read_environments(self.folder) if path.exists() else []
         here = {**environment(), "threads": self.config.threads, "from_update": self.progress.update}
+        if self.notice:
+            here["notice"] = self.notice
         files.write(path, files.to_json([*started, here], indent=2))
 
     # What it does
@@ -372,8 +412,8 @@ class Run:
             return
         self._records.flush()
         os.fsync(self._records.fileno())
-        content = io.BytesIO()
-        torch.save(
+        checkpoints.save(
+            self.folder,
             {
                 "model": self.model.state_dict(),
                 "optimizer": optimizer,
@@ -383,10 +423,9 @@ class Run:
                 "best": asdict(self._best),
                 "status": self.status,
                 "length": self._records.tell(),
+                "records": self._sum.hexdigest(),
             },
-            content,
         )
-        files.write(self.folder / "checkpoint.pt", content.getvalue())
 
     def _batch(self) -> tasks.Batch:
         epoch, place = divmod(self.progress.update, self.updates_per_epoch)
@@ -447,8 +486,11 @@ class Run:
         files.write(self.folder / "result.json", files.to_json(ended, indent=2))
 
     def _write(self, record: Record) -> None:
-        self._records.write(files.to_json(record))
+        line = files.to_json(record)
+        self._records.write(line)
         self._records.flush()
+        if self.ranks.leads:
+            self._sum.update(line)
 
 
 def train(
@@ -561,6 +603,64 @@ def compact(report: StepReport) -> Record:
 
 # Reading
 
+_CONFIG: files.Shape = {
+    **dict.fromkeys(("task", "preset", "optimizer", "budget"), str),
+    "seed": int,
+    "threads?": int,
+    "settings": {"title": str, "large_batch": int, "metric": str, "targets": [float]},
+}
+_RECORD: files.Shape = {
+    "update": int,
+    **dict.fromkeys(("epoch", "ge", "seconds"), float),
+    "evaluation?": {"train_loss": (float, None), ...: (float, None)},
+    "report?": {"cg": [int]},
+    **dict.fromkeys(("loss?", "peak_bytes?", "state_bytes?"), (float, None)),
+}
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """What a run was asked for.
+
+    Raises:
+        ValueError: The file is no config of a run.
+    """
+    found: dict[str, Any] = _read_checked(folder / "config.json", _CONFIG, "config of a run")
+    return found
+
+
+def read_environments(folder: Path) -> list[dict[str, Any]]:
+    """Where a run was started, each time.
+
+    Raises:
+        ValueError: The file is something else.
+    """
+    path = folder / "environment.json"
+    found: list[dict[str, Any]] = _read_checked(path, [dict], "list of environments")
+    return found
+
+
+def read_status(folder: Path) -> str:
+    """How a run ended, or that it has not.
+
+    Raises:
+        ValueError: The file that says so is something else.
+    """
+    path = folder / "result.json"
+    if not path.exists():
+        return "unfinished"
+    return str(_read_checked(path, {"status": str}, "result of a run")["status"])
+
+
+def _read_checked(path: Path, shape: files.Shape, what: str) -> Any:
+    found = files.read_json(path)
+    try:
+        files.expect(found, shape)
+    except ValueError as error:
+        raise ValueError(
+            f"{path} is no {what}: {error}. Put back what it was, or delete the folder of the run."
+        ) from error
+    return found
+
 
 def read_records(folder: Path) -> list[Record]:
     """The records of a run; a last line that a killed process left unfinished does not count.
@@ -574,9 +674,10 @@ def read_records(folder: Path) -> list[Record]:
     for number, line in enumerate(lines[:-1], start=1):
         try:
             record = json.loads(line)
+            files.expect(record, _RECORD)
             if record["update"] != len(records):
                 raise ValueError(f"it is of update {record['update']} instead of {len(records)}")
-        except (ValueError, TypeError, KeyError) as error:
+        except (ValueError, RecursionError) as error:
             raise ValueError(
                 f"Line {number} of {path} is no record ({error}). "
                 "Run again with --resume, or delete the folder."
@@ -629,10 +730,8 @@ def _commit() -> str | None:
     return None
 
 
-def _same_run(folder: Path, found: Any, wanted: dict[str, Any], *, decays: bool) -> None:
+def _same_run(folder: Path, found: dict[str, Any], wanted: dict[str, Any], *, decays: bool) -> None:
     """Raise if a folder's config is another; the budget may differ unless the learning rate follows it."""
-    if not isinstance(found, dict):
-        raise ValueError(f"{folder / 'config.json'} is no config. Delete the folder to start anew.")
     wanted = json.loads(files.to_json(wanted))
     free = set() if decays else {"budget"}
     keys = [key for key in wanted | found if key not in free and wanted.get(key) != found.get(key)]

@@ -8,6 +8,8 @@ Products say *how* to multiply with it: ``DoubleBackward`` works on everything, 
 from blockhf.curvature.auto import Auto
 from blockhf.curvature.base import Curvature, JacobianForm, Products
 from blockhf.curvature.double_backward import DoubleBackward
+from blockhf.curvature.draws import Noise
+from blockhf.curvature.factored import Factored
 from blockhf.curvature.fisher import EmpiricalFisher, MonteCarloFisher
 from blockhf.curvature.formed import Formed
 from blockhf.curvature.gauss_newton import GaussNewton
@@ -21,11 +23,13 @@ __all__ = [
     "CurvatureMatrix",
     "DoubleBackward",
     "EmpiricalFisher",
+    "Factored",
     "Formed",
     "GaussNewton",
     "Hessian",
     "JacobianForm",
     "MonteCarloFisher",
+    "Noise",
     "Products",
     "SymmetricMatrix",
     "Traced",

@@ -16,8 +16,9 @@ from torch import Tensor
 from blockhf.batches import batch_size
 from blockhf.curvature.base import Curvature, Products
 from blockhf.curvature.double_backward import DoubleBackward
-from blockhf.curvature.formed import Formed, FormingError
+from blockhf.curvature.formed import Formed
 from blockhf.curvature.gauss_newton import GaussNewton
+from blockhf.curvature.jacobian import FormingError
 from blockhf.curvature.traced import Traced
 from blockhf.fx_graphs import TracingError
 from blockhf.ledger import GRADIENT, PRODUCT
@@ -96,11 +97,13 @@ class Auto(Products):
                 return traced.linearize(curvature, samples, num_products, state)
             except TracingError as error:
                 reason = state.shared["no_tracing"] = str(error)
+                operator = self._by_double_backward(curvature, samples, reason)  # or else the user's mistake
                 warnings.warn(
                     f"This objective cannot be traced: {error}. Products are by double backward instead. To "
                     "have it so without a warning, pass products=DoubleBackward().",
                     stacklevel=2,
                 )
+                return operator
         return self._by_double_backward(curvature, samples, reason)
 
     def _by_double_backward(self, curvature: Curvature, samples: Samples, reason: str) -> BlockOperator:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import abc
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch import Tensor
 
 from blockhf.blocks import Block
+from blockhf.curvature.draws import Noise, curvature_draw
 from blockhf.linalg import BlockOperator, Scaled
 from blockhf.objective import Evaluation
 from blockhf.policy import Policy, PolicyState
@@ -21,6 +22,17 @@ class Curvature(Policy):
     @abc.abstractmethod
     def at(self, evaluation: Evaluation, blocks: Sequence[Block]) -> BlockOperator:
         """The matrix at the point and on the samples of the evaluation."""
+
+    def draw(self, evaluation: Evaluation, noise: Noise) -> list[Tensor]:
+        """Random cotangents of the outputs whose back-propagated covariance is close to the matrix.
+
+        Preconditioners are made of them. By default their covariance is that of the Gauss-Newton matrix.
+        """
+        return curvature_draw(evaluation, noise)
+
+    def weight(self, samples: Samples, part: Part) -> float:
+        """How much the matrix of a part counts in that of all samples; by default as much as its loss."""
+        return part.weight
 
 
 class Products(Policy):
@@ -60,7 +72,10 @@ class JacobianForm(BlockOperator):
 
 
 def over_parts(
-    samples: Samples, linearize: Callable[[Part], Callable[[], BlockOperator]], memory_budget: int
+    curvature: Curvature,
+    samples: Samples,
+    linearize: Callable[[Part], Callable[[], BlockOperator]],
+    memory_budget: int,
 ) -> BlockOperator:
     """The matrix on all parts of the samples.
 
@@ -68,12 +83,13 @@ def over_parts(
     last, and the others are linearized anew for each product, on the same random numbers.
 
     Args:
+        curvature: Which matrix.
         samples: The samples.
         linearize: From a part to a function that linearizes it, the same way each time.
         memory_budget: How many bytes the parts that are kept may hold together.
     """
     makers = [linearize(part) for part in samples.parts]
-    weights = [part.weight for part in samples.parts]
+    weights = [curvature.weight(samples, part) for part in samples.parts]
     if len(makers) == 1:
         operator = makers[0]()
         return operator if weights[0] == 1.0 else Scaled(operator, weights[0])
@@ -112,7 +128,8 @@ class _SumOfParts(BlockOperator):
     def _sum(self, of: Callable[[BlockOperator], Tensor]) -> Tensor:
         total: Tensor | None = None
         for make, weight, kept in zip(self._makers, self._weights, self._kept, strict=True):
-            own = of(kept or make()).mul_(weight)
+            own = of(kept or make())
+            own = own.mul_(weight) if weight else own.zero_()
             total = own if total is None else total.add_(own)
         assert total is not None
         return total
@@ -129,18 +146,38 @@ def sum_of_products(left: Sequence[Tensor], right: Sequence[Tensor]) -> Tensor:
     return torch.stack([(a * b).sum() for a, b in zip(left, right, strict=True)]).sum()
 
 
-def closeness(one: Tensor, other: Tensor) -> tuple[float, float]:
-    """The relative difference of two results that should be equal, and how large rounding may make it."""
-    scale = float(torch.linalg.vector_norm(other)) or 1.0
-    difference = float(torch.linalg.vector_norm(one - other)) / scale
-    return difference, torch.finfo(other.dtype).eps ** 0.5
+def closeness(one: Tensor, other: Tensor, eps: float = 0.0, size: float = 0.0) -> tuple[float, float]:
+    """The relative difference of two results that should be equal, and how large rounding may make it.
+
+    Args:
+        one: A result.
+        other: The one to compare with.
+        eps: The unit of rounding of the coarsest numbers in between, where these are coarser.
+        size: How large the terms are that the result is a sum of. Where they cancel, only rounding is left.
+    """
+    eps = max(eps, torch.finfo(other.dtype).eps)
+    scale = max(float(torch.linalg.vector_norm(other)), eps**0.5 * size) or 1.0
+    return float(torch.linalg.vector_norm(one - other)) / scale, eps**0.5
+
+
+def coarsest(tensors: Iterable[Tensor]) -> float:
+    """The largest unit of rounding of floating-point tensors."""
+    return max((torch.finfo(own.dtype).eps for own in tensors if own.is_floating_point()), default=0.0)
 
 
 def disagreement(
-    operator: BlockOperator, reference: BlockOperator, index: int, size: int, like: Tensor
+    operator: BlockOperator, reference: BlockOperator, index: int, like: Tensor, **rounding: float
 ) -> float | None:
-    """How far two matrices that should be equal are apart on one vector, if by more than rounding."""
-    vector = torch.sin(torch.arange(size, device=like.device)).to(like.dtype)
+    """How far two matrices that should be equal are apart on one vector, if by more than rounding.
+
+    Args:
+        operator: One matrix.
+        reference: The other.
+        index: The block.
+        like: A tensor of the vector's type and device.
+        rounding: As for ``closeness``.
+    """
+    vector = torch.sin(torch.arange(operator.sizes[index], device=like.device)).to(like.dtype)
     expected = reference.product(index, index, vector)
-    difference, rounding = closeness(operator.product(index, index, vector), expected)
-    return difference if difference > rounding and bool(expected.isfinite().all()) else None
+    difference, bound = closeness(operator.product(index, index, vector), expected, **rounding)
+    return difference if difference > bound and bool(expected.isfinite().all()) else None

@@ -46,7 +46,7 @@ class DoubleBackward(Products):
         def maker(part: Part) -> Callable[[], BlockOperator]:
             return _Maker(curvature, samples, part, measure=self.memory_budget > 0)
 
-        return over_parts(samples, maker, self.memory_budget)
+        return over_parts(curvature, samples, maker, self.memory_budget)
 
 
 class Linearization:
@@ -61,30 +61,35 @@ class Linearization:
             torch.autograd.grad(self.outputs, params, self._dummies, create_graph=True, allow_unused=True)
         )
         self._transposed = [[next(gradients) for _ in block.params] for block in blocks]
-        for block, own in zip(blocks, self._transposed, strict=True):
-            if all(gradient is None for gradient in own):
-                raise ValueError(
-                    f"The outputs do not depend on block {block.name!r}, so it has no curvature. Return all "
-                    "the outputs from which the loss is computed, or freeze the block with "
-                    "requires_grad_(False) or leave it out."
-                )
+        if all(gradient is None for own in self._transposed for gradient in own):
+            raise ValueError(
+                "The outputs depend on no parameter of the optimizer, so there is no curvature. Return the "
+                "outputs from which the loss is computed, without detach()."
+            )
 
     @property
     def sizes(self) -> list[int]:
         return [block.size for block in self.blocks]
 
+    def has_influence(self, block: int) -> bool:
+        """Whether the outputs depend on a block at all."""
+        return any(gradient is not None for gradient in self._transposed[block])
+
     def pushforward(self, block: int, vector: Tensor) -> tuple[Tensor, ...]:
         """``J v`` for a flat vector of a block."""
         pairs = zip(self._transposed[block], self.blocks[block].unflatten(vector), strict=True)
         used = [(gradient, tangent) for gradient, tangent in pairs if gradient is not None]
-        return torch.autograd.grad(
-            [gradient for gradient, _ in used],
-            self._dummies,
-            [tangent for _, tangent in used],
-            retain_graph=True,
-            allow_unused=True,
-            materialize_grads=True,
-        )
+        if not used:  # such a block has no influence on this batch
+            return tuple(torch.zeros_like(output) for output in self.outputs)
+        with explained("the network"):
+            return torch.autograd.grad(
+                [gradient for gradient, _ in used],
+                self._dummies,
+                [tangent for _, tangent in used],
+                retain_graph=True,
+                allow_unused=True,
+                materialize_grads=True,
+            )
 
     def pullback(self, block: int, cotangents: Sequence[Tensor]) -> Tensor:
         """The flat vector ``Jᵀ u`` of a block."""
@@ -92,6 +97,29 @@ class Linearization:
             self.outputs, self.blocks[block].params, cotangents, retain_graph=True, allow_unused=True
         )
         return self.blocks[block].flatten(gradients)
+
+
+@contextlib.contextmanager
+def explained(where: str) -> Iterator[None]:
+    """Say what to do where an operation cannot be differentiated twice."""
+    try:
+        yield
+    except (RuntimeError, NotImplementedError) as error:
+        reason = str(error).strip().splitlines()[0]
+        if (
+            "derivative for" not in reason
+            and "double backward" not in reason
+            and "not implemented" not in reason
+        ):
+            raise
+        remedy = (
+            "use curvature=EmpiricalFisher(), which asks for no second derivative of the loss"
+            if where == "the loss"
+            else "write it out in operations that torch can differentiate twice, or freeze what is before it"
+        )
+        raise ValueError(
+            f"An operation of {where} cannot be differentiated twice ({reason}): {remedy}."
+        ) from error
 
 
 class _Maker:

@@ -15,11 +15,14 @@ import torch
 from torch import Tensor
 from torch.distributions import Distribution
 
+from blockhf.batches import batch_size
 from blockhf.blocks import Block
 from blockhf.curvature.base import Curvature
 from blockhf.curvature.double_backward import Linearization
+from blockhf.curvature.draws import Noise, signed_slopes
 from blockhf.linalg import BlockOperator
 from blockhf.objective import Evaluation, check_outputs
+from blockhf.samples import Part, Samples
 
 
 @dataclass(frozen=True)
@@ -27,7 +30,7 @@ class EmpiricalFisher(Curvature):
     r""":math:`\frac1N \sum_i g_i g_i^\top` with :math:`g_i` the gradient of sample ``i`` on its target."""
 
     def at(self, evaluation: Evaluation, blocks: Sequence[Block]) -> BlockOperator:
-        check_outputs(evaluation)
+        check_outputs(evaluation, twice_in_loss=False)
         num_samples = _check_samples(evaluation)
         slopes = torch.autograd.grad(
             evaluation.loss, evaluation.outputs, retain_graph=True, allow_unused=True, materialize_grads=True
@@ -35,6 +38,16 @@ class EmpiricalFisher(Curvature):
         # A mean loss has slopes r / N, a sum has slopes r; the matrix is the mean or the sum of r rᵀ.
         weight = float(num_samples) if evaluation.reduction == "mean" else 1.0
         return _Matrix(Linearization(evaluation.outputs, blocks), [slopes], weight)
+
+    def draw(self, evaluation: Evaluation, noise: Noise) -> list[Tensor]:
+        """The slopes with random signs, which take no second derivative of the loss."""
+        return signed_slopes(evaluation, noise)
+
+    def weight(self, samples: Samples, part: Part) -> float:
+        """In a weighted mean a part's slopes have its weight, and their squares that of the square."""
+        if isinstance(samples.reduction, str) or part.batch is None:
+            return part.weight
+        return part.weight**2 * samples.share.total / batch_size(part.batch)
 
 
 @dataclass(frozen=True)
@@ -59,7 +72,7 @@ class MonteCarloFisher(Curvature):
             raise ValueError(f"num_draws is {self.num_draws}, but must be at least 1.")
 
     def at(self, evaluation: Evaluation, blocks: Sequence[Block]) -> BlockOperator:
-        check_outputs(evaluation)
+        check_outputs(evaluation, twice_in_loss=False)
         num_samples = _check_samples(evaluation)
         leaves = tuple(output.detach().requires_grad_() for output in evaluation.outputs)
         predicted = self.distribution(*leaves)
@@ -76,6 +89,12 @@ class MonteCarloFisher(Curvature):
         samples = num_samples if evaluation.reduction == "mean" else 1
         return _Matrix(Linearization(evaluation.outputs, blocks), draws, 1.0 / (samples * self.num_draws))
 
+    def weight(self, samples: Samples, part: Part) -> float:
+        """Each sample counts alike, whatever its own target weighs."""
+        if isinstance(samples.reduction, str) or part.batch is None:
+            return part.weight
+        return 0.0 if part.is_stand_in else batch_size(part.batch) / samples.share.total
+
 
 @dataclass(frozen=True, eq=False)
 class _Matrix(BlockOperator):
@@ -86,6 +105,9 @@ class _Matrix(BlockOperator):
     @property
     def sizes(self) -> Sequence[int]:
         return self.linearization.sizes
+
+    def has_influence(self, block: int) -> bool:
+        return self.linearization.has_influence(block)
 
     def product(self, row: int, column: int, vector: Tensor) -> Tensor:
         tangents = self.linearization.pushforward(column, vector)

@@ -15,26 +15,17 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
-import torch
 from torch import Tensor
-from torch.func import functional_call, grad, vmap
 
-from blockhf.batches import rebuild, take, tensors_of
 from blockhf.blocks import Block
-from blockhf.curvature.base import Curvature, Products, disagreement
+from blockhf.curvature.base import Curvature, Products, coarsest, disagreement
 from blockhf.curvature.double_backward import DoubleBackward
 from blockhf.curvature.gauss_newton import GaussNewton
-from blockhf.curvature.host import Host
-from blockhf.fx_graphs import TracingError
-from blockhf.isolation import twice_differentiable
+from blockhf.curvature.jacobian import FormingError, PerSampleJacobian, output_hessians
 from blockhf.linalg import BlockOperator, DenseBlocks, Described
-from blockhf.objective import Evaluation, check_outputs
+from blockhf.objective import check_outputs, identity
 from blockhf.policy import PolicyState
 from blockhf.samples import Part, Samples
-
-
-class FormingError(Exception):
-    """The matrix cannot be formed; the message says why."""
 
 
 @dataclass(frozen=True)
@@ -75,12 +66,15 @@ class Formed(Products):
         blocks = [samples.blocks[index] for index in indices]
         totals = [block.params[0].new_zeros(block.size, block.size) for block in blocks]
         checked: set[Any] = state.cache.setdefault("checked", set())
-        key = _modes(samples)
+        key = _key(samples)
+        terms = None if key in checked else _Terms([0.0] * len(blocks))
         for part in samples.parts:
-            self._add(samples, part, blocks, totals, is_checked=key in checked)
-        if key not in checked:
+            if part.weight == 0 and len(samples.parts) > 1:
+                continue  # without a label its mean is no number
+            self._add(samples, part, blocks, totals, terms, state.cache)
+        if terms is not None:
             with samples.ledger.once():
-                self._check(curvature, samples, dict(zip(indices, totals, strict=True)))
+                self._check(curvature, samples, dict(zip(indices, totals, strict=True)), terms)
             checked.add(key)
         return totals
 
@@ -90,124 +84,48 @@ class Formed(Products):
         part: Part,
         blocks: Sequence[Block],
         totals: Sequence[Tensor],
-        *,
-        is_checked: bool,
+        terms: _Terms | None,
+        cache: dict[Any, Any],
     ) -> None:
         evaluation = samples.evaluate(part)
-        if not is_checked:  # it walks through the whole graph
-            check_outputs(evaluation)
-        hessians = _output_hessians(evaluation)
+        if terms is not None:
+            check_outputs(evaluation)  # it walks through the whole graph
+            terms.eps = coarsest(evaluation.outputs)
+        hessians = output_hessians(evaluation)
         num_outputs = hessians.shape[-1]
-        jacobian = _Jacobian(samples, part, blocks, num_outputs)
+        jacobian = PerSampleJacobian(samples, part, blocks, num_outputs, cache)
         bytes_per_sample = 3 * num_outputs * sum(block.size for block in blocks) * hessians.element_size()
         chunk = max(1, self.memory_budget // bytes_per_sample)
         with samples.ledger.counting("forming", part.shapes, tuple((b.name, b.size) for b in blocks)):
             for start in range(0, len(hessians), chunk):
                 stop = min(start + chunk, len(hessians))
                 own = hessians[start:stop] * part.weight
-                for total, rows in zip(totals, jacobian.rows(start, stop), strict=True):
+                for place, (total, rows) in enumerate(zip(totals, jacobian.rows(start, stop), strict=True)):
+                    if terms is not None:
+                        terms.sizes[place] += float(own.abs().amax() * rows.square().sum())
                     curved = own @ rows.view(stop - start, num_outputs, -1)
                     total.addmm_(rows.T, curved.flatten(0, 1))
 
     @staticmethod
-    def _check(curvature: Curvature, samples: Samples, stored: Mapping[int, Tensor]) -> None:
+    def _check(curvature: Curvature, samples: Samples, stored: Mapping[int, Tensor], terms: _Terms) -> None:
         reference = DoubleBackward().operator(curvature, samples)
         formed = DenseBlocks(stored, lambda: reference)
-        for index, matrix in stored.items():
-            if off := disagreement(formed, reference, index, len(matrix), matrix):
+        for (index, matrix), size in zip(stored.items(), terms.sizes, strict=True):
+            if off := disagreement(formed, reference, index, matrix, eps=terms.eps, size=size):
                 raise FormingError(
                     f"the samples see each other: the matrix of block {samples.blocks[index].name!r}, "
                     f"formed sample by sample, is off by {off:.1e}"
                 )
 
 
-def _output_hessians(evaluation: Evaluation) -> Tensor:
-    """For each sample the matrix of second derivatives of the loss by the sample's outputs."""
-    outputs = evaluation.outputs
-    num_samples = evaluation.num_samples
-    if any(output.dim() == 0 or output.shape[0] != num_samples for output in outputs):
-        raise FormingError("the outputs do not have the samples first")
-    slopes = torch.autograd.grad(
-        evaluation.loss, outputs, create_graph=True, allow_unused=True, materialize_grads=True
-    )
-    flat = torch.cat([slope.flatten(1) if slope.dim() > 1 else slope[:, None] for slope in slopes], dim=1)
-    columns = []
-    for index in range(flat.shape[1]):
-        seconds = (
-            torch.autograd.grad(
-                flat[:, index].sum(), outputs, retain_graph=True, allow_unused=True, materialize_grads=True
-            )
-            if flat.requires_grad
-            else [torch.zeros_like(output) for output in outputs]
-        )
-        columns.append(torch.cat([s.flatten(1) if s.dim() > 1 else s[:, None] for s in seconds], dim=1))
-    return torch.stack(columns, dim=-1).detach()
+@dataclass
+class _Terms:
+    """What a formed matrix is the sum of: how large it is at most, block by block, and how coarse."""
+
+    sizes: list[float]
+    eps: float = 0.0
 
 
-class _Jacobian:
-    """From a range of samples to each block's Jacobian, (samples · outputs) × parameters."""
-
-    def __init__(self, samples: Samples, part: Part, blocks: Sequence[Block], num_outputs: int) -> None:
-        self.objective, self.part, self.blocks, self.num_outputs = (
-            samples.objective,
-            part,
-            blocks,
-            num_outputs,
-        )
-        self.params = [param for block in blocks for param in block.params]
-        self.sampled = [tensor.dim() > 0 for tensor in tensors_of(part.batch)]
-        self._host = Host(samples.structure.modules)
-        try:
-            self._names = self._host.owners(self.params)
-        except TracingError as error:
-            raise FormingError(str(error)) from error
-
-    def rows(self, start: int, stop: int) -> list[Tensor]:
-        gradients = iter(self._gradients(*self._repeated(start, stop)))
-        return [
-            torch.cat([next(gradients).detach().flatten(1) for _ in block.params], dim=1)
-            for block in self.blocks
-        ]
-
-    def _repeated(self, start: int, stop: int) -> tuple[list[Tensor], Tensor]:
-        """The samples once per output, and the outputs' directions.
-
-        A single backward pass over these is faster than a backward pass per output.
-        """
-        inputs = [
-            tensor.repeat_interleave(self.num_outputs, 0) if own else tensor
-            for tensor, own in zip(tensors_of(take(self.part.batch, start, stop)), self.sampled, strict=True)
-        ]
-        like = self.params[0]
-        directions = torch.eye(self.num_outputs, dtype=like.dtype, device=like.device)
-        return inputs, directions.repeat(stop - start, 1)
-
-    def _gradients(self, inputs: Sequence[Tensor], directions: Tensor) -> Sequence[Tensor]:
-        along = vmap(
-            grad(self._output_along), in_dims=(None, [0 if own else None for own in self.sampled], 0)
-        )
-        try:
-            with twice_differentiable():
-                gradients: Sequence[Tensor] = along(
-                    [param.detach() for param in self.params], inputs, directions
-                )
-        except Exception as error:  # whatever an operation without a batching rule may raise
-            raise FormingError(f"{type(error).__name__}: {str(error).strip().splitlines()[0]}") from error
-        return gradients
-
-    def _output_along(self, values: Sequence[Tensor], inputs: Sequence[Tensor], direction: Tensor) -> Tensor:
-        """One sample's outputs along a direction."""
-        sample = [tensor[None] if own else tensor for tensor, own in zip(inputs, self.sampled, strict=True)]
-        stand_ins = {name: values[index] for name, index in self._names.items()}
-
-        def call() -> Any:
-            return self.objective(rebuild(self.part.batch, sample))
-
-        outputs, _ = functional_call(self._host, stand_ins, (call,), tie_weights=False)
-        flat = [tensor.reshape(-1) for tensor in tensors_of(outputs) if tensor.is_floating_point()]
-        return torch.cat(flat) @ direction
-
-
-def _modes(samples: Samples) -> Any:
-    """The modules and whether they are being trained: what a look at the objective holds for."""
-    return tuple((id(module), module.training) for module in samples.structure.modules)
+def _key(samples: Samples) -> Any:
+    """What a check holds for: the objective, and whether its modules are being trained."""
+    return identity(samples.objective), samples.structure.modes()

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from blockhf.blocks import Block
 from blockhf.curvature.base import Curvature, JacobianForm
-from blockhf.curvature.double_backward import Linearization
+from blockhf.curvature.double_backward import Linearization, explained
 from blockhf.linalg import BlockOperator
 from blockhf.objective import Evaluation, check_outputs
 
@@ -30,12 +30,6 @@ class GaussNewton(Curvature):
             evaluation.loss, outputs, create_graph=True, allow_unused=True, materialize_grads=True
         )
         curved = tuple(slope for slope in slopes if slope.requires_grad)
-        if not curved:
-            raise ValueError(
-                "The loss is linear in the outputs, so the Gauss-Newton matrix is zero. Return what comes "
-                "before the last nonlinearity as outputs (e.g. the logits), or use curvature=Hessian() or a "
-                "Fisher matrix."
-            )
         keep = tuple(slope.requires_grad for slope in slopes)
         return _Matrix(Linearization(outputs, blocks), curved, keep)
 
@@ -50,6 +44,9 @@ class _Matrix(JacobianForm):
     def sizes(self) -> Sequence[int]:
         return self.linearization.sizes
 
+    def has_influence(self, block: int) -> bool:
+        return self.linearization.has_influence(block)
+
     def halves(self, column: int, vector: Tensor) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
         tangents = self.linearization.pushforward(column, vector)
         return tangents, self._hessian(tangents)
@@ -59,11 +56,14 @@ class _Matrix(JacobianForm):
 
     def _hessian(self, tangents: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """``H`` times a tangent of the outputs."""
-        return torch.autograd.grad(
-            self.slopes,
-            self.linearization.outputs,
-            [tangent for tangent, curved in zip(tangents, self.curved, strict=True) if curved],
-            retain_graph=True,
-            allow_unused=True,
-            materialize_grads=True,
-        )
+        if not self.slopes:  # the loss is linear in the outputs
+            return tuple(torch.zeros_like(tangent) for tangent in tangents)
+        with explained("the loss"):
+            return torch.autograd.grad(
+                self.slopes,
+                self.linearization.outputs,
+                [tangent for tangent, curved in zip(tangents, self.curved, strict=True) if curved],
+                retain_graph=True,
+                allow_unused=True,
+                materialize_grads=True,
+            )

@@ -11,7 +11,7 @@ from torch import Tensor
 from blockhf.blocks import Block
 from blockhf.curvature.base import Curvature
 from blockhf.linalg import BlockOperator
-from blockhf.objective import Evaluation
+from blockhf.objective import Evaluation, check_derivatives
 
 
 @dataclass(frozen=True)
@@ -23,6 +23,7 @@ class Hessian(Curvature):
     """
 
     def at(self, evaluation: Evaluation, blocks: Sequence[Block]) -> BlockOperator:
+        check_derivatives(evaluation)
         params = [param for block in blocks for param in block.params]
         gradients = iter(torch.autograd.grad(evaluation.loss, params, create_graph=True, allow_unused=True))
         return _Matrix(blocks, [[next(gradients) for _ in block.params] for block in blocks])

@@ -11,7 +11,7 @@ from torch.func import functional_call
 
 from blockhf.batches import batch_size, rebuild, tensors_of
 from blockhf.blocks import Block
-from blockhf.curvature.base import Curvature, JacobianForm, inner
+from blockhf.curvature.base import Curvature, JacobianForm, coarsest, inner
 from blockhf.curvature.host import Host
 from blockhf.curvature.rewrites import extract, functional, hoist, record, restrict, simplify, write_results
 from blockhf.flops import entries_besides, flops_of_graph
@@ -53,6 +53,8 @@ class Trace:
         self._names = self._host.owners([param for block in blocks for param in block.params])
         self._sizes = [len(block.params) for block in blocks]
         recorded = self._record(curvature, objective, batch, blocks)
+        values = [node.meta.get("val") for node in recorded.graph.nodes]
+        self.eps = coarsest(value for value in values if isinstance(value, Tensor))
         self._split(recorded, sum(self._sizes) + len(self._host.named()) + len(list(tensors_of(batch))))
         self._products: dict[tuple[int, int], Product] = {}
         self._halves: dict[int, Product] = {}
@@ -94,8 +96,6 @@ class Trace:
                 list(tensors_of(batch)),
                 [torch.empty_like(param) for block in blocks for param in block.params],
             )
-        except ValueError:
-            raise
         except Exception as error:  # whatever an operation without a rule for tracing may raise
             raise TracingError(f"{type(error).__name__}: {str(error).strip().splitlines()[0]}") from error
 

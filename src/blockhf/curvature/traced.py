@@ -25,6 +25,7 @@ from blockhf.curvature.fisher import MonteCarloFisher
 from blockhf.curvature.trace import Trace, TracedPart
 from blockhf.fx_graphs import TracingError
 from blockhf.linalg import BlockOperator, Described
+from blockhf.objective import identity
 from blockhf.policy import PolicyState
 from blockhf.samples import Part, Samples
 
@@ -72,7 +73,7 @@ class Traced(Products):
                 checked.pop() if checked else self._at(curvature, samples, part, state, check=False)
             )
 
-        operator = over_parts(samples, maker, self.memory_budget)
+        operator = over_parts(curvature, samples, maker, self.memory_budget)
         return Described(operator, lambda: [used[0].note] * len(samples.blocks))
 
     def _at(
@@ -92,10 +93,10 @@ class Traced(Products):
         if not check:
             return operator
         num_stale = state.shared.get("num_stale", 0)  # traces in a row
-        difference, rounding = closeness(loss, samples.loss(part))
+        difference, rounding = closeness(loss, samples.loss(part), trace.eps)
         if difference <= rounding or not bool(loss.isfinite()):
             if known:
-                state.shared["num_stale"] = 0
+                state.shared.pop("num_stale", None)  # none, as in a run that has yet to trace
             return operator
         del traces[key]
         if not known or num_stale >= 3:
@@ -114,7 +115,7 @@ class Traced(Products):
         operator, _ = trace.at(samples, part)
         reference = curvature.at(samples.evaluate(part, fresh=True), samples.blocks)
         for index, block in enumerate(samples.blocks):
-            if off := disagreement(operator, reference, index, block.size, block.params[0]):
+            if off := disagreement(operator, reference, index, block.params[0], eps=trace.eps):
                 raise TracingError(f"a traced product of block {block.name!r} is off by {off:.1e}")
         trace.seconds = time.perf_counter() - start
         return trace
@@ -130,7 +131,7 @@ def _signature(curvature: Curvature, samples: Samples, part: Part) -> Any:
         (id(p), tuple(p.shape), p.stride(), p.dtype, p.device) for b in samples.blocks for p in b.params
     )
     sizes = tuple(len(block.params) for block in samples.blocks)
-    modes = tuple((id(module), module.training) for module in samples.structure.modules)
+    modes = identity(samples.objective), samples.structure.modes()
     autocast = tuple(
         (kind, torch.is_autocast_enabled(kind)) for kind in sorted({d.type for d in samples.devices})
     )

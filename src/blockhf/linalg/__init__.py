@@ -12,7 +12,9 @@ from blockhf.linalg.operators import (
     DiagonalBlock,
     ForwardingOperator,
     LinearOperator,
+    Root,
     Scaled,
+    factorizable,
 )
 from blockhf.linalg.solvers import Cholesky, ConjugateGradient, Precondition, Solver, System
 
@@ -29,11 +31,13 @@ __all__ = [
     "ForwardingOperator",
     "LinearOperator",
     "Precondition",
+    "Root",
     "Scaled",
     "Solution",
     "Solver",
     "Status",
     "System",
     "conjugate_gradient",
+    "factorizable",
     "lanczos",
 ]

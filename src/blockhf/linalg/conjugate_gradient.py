@@ -29,6 +29,7 @@ class Status(enum.Enum):
     CONVERGED = "the residual is small enough"
     STALLED = "the last iterations no longer lowered the model noticeably"
     STEP_LIMIT = "the number of iterations is used up"
+    NO_INFLUENCE = "the outputs do not depend on the block in this batch, so it stays as it is"
     NONPOSITIVE_CURVATURE = (
         "a direction of zero or negative curvature: the matrix is not positive definite; more damping, or "
         "Gauss-Newton instead of the Hessian, would help"
@@ -63,6 +64,9 @@ class Solution:
     model: float
 
 
+_ROUNDING = 4.0
+"""How many units of rounding, relative to the right-hand side, a residual consists of at the least."""
+
 # The order in which the ends of one iteration count.
 _RUNNING, _CONVERGED, _STALLED, _NONPOSITIVE, _NON_FINITE = range(5)
 _STATUS = {
@@ -92,13 +96,14 @@ def conjugate_gradient(
         b: The right-hand side.
         x: Where to start; ``None`` is zero and saves a product.
         preconditioner: An approximate inverse of ``A``, symmetric positive definite.
-        rtol: Stop where :math:`\lVert b - A x \rVert \le \text{rtol} \cdot \lVert b \rVert`.
+        rtol: Stop where :math:`\lVert b - A x \rVert \le \text{rtol} \cdot \lVert b \rVert`, and in any case
+            at rounding level, beyond which errors grow, on a singular matrix without bound.
         progress: Martens' rule (2010, section 4.4): stop after iteration :math:`i` where
             :math:`\phi(x_i) < 0` and :math:`(\phi(x_i) - \phi(x_{i-k})) / \phi(x_i) < k \epsilon` with
             :math:`k = \max(10, i / 10)`. Zero switches it off.
         max_steps: The most iterations to make.
-        check_every: Look every so many iterations whether it is over. By default at each one on the CPU,
-            where a look is free, and at every tenth on a device, where it waits for the device.
+        check_every: Look every so many iterations whether it is over. By default at each one on the CPU, and
+            at every tenth on a device, for which a look waits.
 
     Returns:
         The solution. A matrix that is not positive definite, or not finite, is no error: it is the status
@@ -114,8 +119,7 @@ def conjugate_gradient(
         if (step - 1) % check_every == 0 and log.is_over():
             break
         Ap = A @ p
-        curvature = p @ Ap
-        alpha = rz / curvature
+        alpha = rz / (curvature := p @ Ap)
         r.addcmul_(Ap, alpha, value=-1)
         if preconditioner is None:
             z = r
@@ -150,7 +154,9 @@ class _Log:
         self, b: Tensor, x: Tensor, r: Tensor, rz: Tensor, *, rtol: float, progress: float, max_steps: int
     ) -> None:
         self.norm, self.progress = torch.linalg.vector_norm(b), progress
-        self.rr, self.goal = r @ r, (rtol * self.norm) ** 2
+        rounding = torch.maximum(self.norm, torch.linalg.vector_norm(b - r)) * _ROUNDING
+        rounding = rounding * torch.finfo(b.dtype).eps
+        self.rr, self.goal = r @ r, torch.maximum(rtol * self.norm, rounding) ** 2
         # The model costs no product: A x = b - r at the start, and each step lowers it by alpha * rz / 2.
         self.models = b.new_zeros(max_steps + 1)
         self.models[0] = -0.5 * (x @ (b + r))

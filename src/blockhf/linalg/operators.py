@@ -5,6 +5,7 @@ from __future__ import annotations
 import abc
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Protocol
 
 import torch
@@ -15,6 +16,35 @@ class LinearOperator(Protocol):
     """A symmetric matrix known only through its products."""
 
     def __matmul__(self, vector: Tensor, /) -> Tensor: ...
+
+
+@dataclass(frozen=True, eq=False)
+class Root:
+    """A symmetric matrix as ``Rᵀ R``, and what the gradient is made of.
+
+    Attributes:
+        rows: ``R``: as many rows as there are samples times outputs, as many columns as parameters.
+        slopes: The vector ``s`` with ``Rᵀ s`` the gradient on the same samples, where that is in the range of
+            ``Rᵀ``.
+    """
+
+    rows: Tensor
+    slopes: Tensor
+
+    @property
+    def is_wide(self) -> bool:
+        """Whether there are fewer rows than parameters."""
+        return self.rows.shape[0] < self.rows.shape[1]
+
+    @cached_property
+    def smaller(self) -> Tensor:
+        """``R Rᵀ`` or ``Rᵀ R``, whichever is smaller."""
+        return self.rows @ self.rows.T if self.is_wide else self.rows.T @ self.rows
+
+    @cached_property
+    def mean_diagonal(self) -> float:
+        """Of ``Rᵀ R``."""
+        return float(self.rows.square().sum()) / max(1, self.rows.shape[1])
 
 
 class BlockOperator(abc.ABC):
@@ -52,6 +82,27 @@ class BlockOperator(abc.ABC):
         """The matrix of a diagonal block, where it is stored."""
         return None
 
+    def root(self, block: int) -> Root | None:
+        """The square root of a diagonal block, where it is stored."""
+        return None
+
+    def mean_diagonal(self, block: int, like: Tensor) -> float:
+        """The mean of the diagonal of a diagonal block; where nothing is stored, an estimate by one product.
+
+        The estimate is Hutchinson's, with the same signs each time; ``like`` is a vector of the block.
+        """
+        if (root := self.root(block)) is not None:
+            return root.mean_diagonal
+        if (matrix := self.dense(block)) is not None:
+            return float(matrix.diagonal().mean())
+        generator = torch.Generator().manual_seed(0)
+        signs = torch.randint(0, 2, (self.sizes[block],), generator=generator).to(like) * 2 - 1
+        return float(signs @ self.product(block, block, signs)) / len(signs)
+
+    def has_influence(self, block: int) -> bool:
+        """Whether the block's rows can be anything but zero, as far as is known."""
+        return True
+
     def note(self, block: int) -> str:
         """How products with a block are made, for the report."""
         return ""
@@ -84,6 +135,15 @@ class ForwardingOperator(BlockOperator):
     def dense(self, block: int) -> Tensor | None:
         return self.operator.dense(block)
 
+    def root(self, block: int) -> Root | None:
+        return self.operator.root(block)
+
+    def mean_diagonal(self, block: int, like: Tensor) -> float:
+        return self.operator.mean_diagonal(block, like)
+
+    def has_influence(self, block: int) -> bool:
+        return self.operator.has_influence(block)
+
     def note(self, block: int) -> str:
         return self.operator.note(block)
 
@@ -104,17 +164,30 @@ class Scaled(ForwardingOperator):
         self.weight = weight
 
     def product(self, row: int, column: int, vector: Tensor) -> Tensor:
-        return super().product(row, column, vector) * self.weight
+        return self._scaled(super().product(row, column, vector))
 
     def products(self, row: int, column: int, vectors: Tensor) -> Tensor:
-        return super().products(row, column, vectors) * self.weight
+        return self._scaled(super().products(row, column, vectors))
 
     def gram(self, columns: Sequence[int], vectors: Sequence[Tensor]) -> Tensor:
-        return super().gram(columns, vectors) * self.weight
+        return self._scaled(super().gram(columns, vectors))
 
     def dense(self, block: int) -> Tensor | None:
         matrix = super().dense(block)
-        return None if matrix is None else matrix * self.weight
+        return None if matrix is None else self._scaled(matrix)
+
+    def root(self, block: int) -> Root | None:
+        root = super().root(block)
+        if root is None or self.weight < 0:
+            return None
+        scale = self.weight**0.5
+        return Root(root.rows * scale, root.slopes * scale)
+
+    def mean_diagonal(self, block: int, like: Tensor) -> float:
+        return self.weight * super().mean_diagonal(block, like)
+
+    def _scaled(self, result: Tensor) -> Tensor:
+        return result * self.weight if self.weight else torch.zeros_like(result)
 
 
 class Described(ForwardingOperator):
@@ -184,6 +257,11 @@ class DenseBlocks(BlockOperator):
 
     def dense(self, block: int) -> Tensor | None:
         return self.stored.get(block)
+
+
+def factorizable(matrix: Tensor) -> Tensor:
+    """The matrix in a precision that can be factorized: float32 at the least."""
+    return matrix.float() if matrix.dtype in (torch.float16, torch.bfloat16) else matrix
 
 
 @dataclass(frozen=True)

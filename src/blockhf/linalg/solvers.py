@@ -3,13 +3,21 @@
 from __future__ import annotations
 
 import abc
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
 
 from blockhf.linalg.conjugate_gradient import Solution, Status, conjugate_gradient
-from blockhf.linalg.operators import BlockOperator, Damped, DiagonalBlock, LinearOperator
+from blockhf.linalg.operators import (
+    BlockOperator,
+    Damped,
+    DiagonalBlock,
+    LinearOperator,
+    Root,
+    factorizable,
+)
 from blockhf.policy import Policy, State
 
 
@@ -122,29 +130,122 @@ class Cholesky(Solver):
         worth: How many products it is worth at most to have a small block's exact solution.
         small: The most parameters of a small block. A larger one's matrix is known but roughly from the
             samples that there are, and its exact solution is worth no more than a few CG steps.
+        rescales: Where a block's root is stored, damp each parameter by its own curvature (Marquardt, 1963),
+            so that the parameters' units do not matter.
     """
 
     other: Solver = field(default_factory=ConjugateGradient)
     worth: int = 100
     small: int = 1000
+    rescales: bool = False
 
     def product_budget(self, size: int, max_steps: int) -> int:
         """The products of the other solver's steps or, for a small block, what an exact solution is worth."""
         return max(max_steps, self.worth if size <= self.small else 0)
 
     def solve(self, system: System, state: State) -> Solution:
-        return self._factorized(system) or self.other.solve(system, state)
+        return (
+            _by_root(system, rescales=self.rescales)
+            or self._factorized(system)
+            or self.other.solve(system, state)
+        )
 
     @staticmethod
     def _factorized(system: System) -> Solution | None:
         A, b = system.dense(), system.rhs
         if A is None:
             return None
-        factor, failed = torch.linalg.cholesky_ex(A)
-        x = torch.cholesky_solve(b[:, None], factor)[:, 0]
+        factor, failed = torch.linalg.cholesky_ex(factorizable(A))
+        x = torch.cholesky_solve(b[:, None].to(factor.dtype), factor)[:, 0].to(b.dtype)
         if bool(failed) or not bool(x.isfinite().all()):
             return None
         r = b - A @ x
         norm = float(torch.linalg.vector_norm(b))
         residual = float(torch.linalg.vector_norm(r)) / norm if norm > 0 else 0.0
         return Solution(x, Status.CONVERGED, 0, 0, residual, -0.5 * float(x @ (b + r)))
+
+
+def _by_root(system: System, *, rescales: bool) -> Solution | None:
+    """The exact solution on the smaller side, where the square root of the block is stored."""
+    root = system.operator.root(system.index)
+    if root is None:
+        return None
+    if rescales:
+        return _in_own_units(system, root)
+    R, s, b = root.rows, root.slopes, system.rhs
+    factor = _cholesky(root.smaller, system.damping)
+    if factor is None:
+        return None
+    if not root.is_wide:
+        x = torch.cholesky_solve(b[:, None], factor)[:, 0]
+    elif _is_gradient(R, s, -b):
+        x = -(R.T @ torch.cholesky_solve(s[:, None], factor)[:, 0])  # b = -Rᵀ s, so nothing is subtracted
+    elif system.damping > 0:  # Woodbury
+        x = (b - R.T @ torch.cholesky_solve((R @ b)[:, None], factor)[:, 0]) / system.damping
+    else:
+        return None
+    if not bool(x.isfinite().all()):
+        return None
+    image = R @ x
+    model = 0.5 * (image @ image + system.damping * (x @ x)) - b @ x
+    r = b - R.T @ image - system.damping * x
+    norm = torch.linalg.vector_norm(b)
+    residual = float(torch.linalg.vector_norm(r) / norm) if float(norm) > 0 else 0.0
+    if system.damping == 0 and residual > 0.1:  # the matrix is singular, and this is but rounding
+        return None
+    return Solution(x, Status.CONVERGED, 0, 0, residual, float(model))
+
+
+def _in_own_units(system: System, root: Root) -> Solution | None:
+    """The solution with each parameter in units in which its curvature is 1."""
+    units = torch.linalg.vector_norm(root.rows, dim=0)
+    units = torch.where(units > 0, units, 1.0)
+    scaled = Root(root.rows / units, root.slopes)
+    damping = system.damping * scaled.mean_diagonal / (root.mean_diagonal or 1.0)
+    inner = replace(system, operator=_Rooted(scaled), index=0, rhs=system.rhs / units, damping=damping)
+    solution = _by_root(inner, rescales=False)
+    if solution is None:
+        return None
+    x = solution.x / units
+    image = root.rows @ x
+    # As if the damping were that of the system, which those who ask for the curvature take away again.
+    model = 0.5 * (image @ image + system.damping * (x @ x)) - system.rhs @ x
+    return replace(solution, x=x, model=float(model))
+
+
+class _Rooted(BlockOperator):
+    """A single block that is known by its root."""
+
+    def __init__(self, root: Root) -> None:
+        self._root = root
+
+    @property
+    def sizes(self) -> Sequence[int]:
+        return [self._root.rows.shape[1]]
+
+    def product(self, row: int, column: int, vector: Tensor) -> Tensor:
+        return self._root.rows.T @ (self._root.rows @ vector)
+
+    def root(self, block: int) -> Root:
+        return self._root
+
+
+def _is_gradient(R: Tensor, s: Tensor, gradient: Tensor) -> bool:
+    """Whether ``gradient`` is ``Rᵀ s``, up to what rounding leaves of that sum."""
+    norm = torch.linalg.vector_norm
+    rounding = 16 * torch.finfo(R.dtype).eps * norm(R) * norm(s)
+    return bool(norm(R.T @ s - gradient) <= 1e-6 * norm(gradient) + rounding)
+
+
+def _cholesky(K: Tensor, damping: float) -> Tensor | None:
+    """The factor of ``K + damping I``, with as much more on the diagonal as rounding asks for."""
+    damped, diagonal = K.clone(), K.diagonal()
+    extra = 0.0
+    for _ in range(6):
+        damped.diagonal().copy_(diagonal + damping + extra)
+        factor, failed = torch.linalg.cholesky_ex(damped)
+        if not bool(failed):
+            found: Tensor = factor
+            return found
+        extra = max(10 * extra, 4 * torch.finfo(K.dtype).eps * float(diagonal.mean()))
+    return None

@@ -10,26 +10,29 @@ from typing import Any
 from torch import Tensor
 
 from blockhf.blocks import Block
+from blockhf.diagnosis import check_processes
 from blockhf.linalg import Solution
 from blockhf.plan import Plan
 from blockhf.point import Point
 from blockhf.ranks import Alone, Ranks
+from blockhf.samples import Structure
 
 
 @dataclass(frozen=True)
 class SolvedBlock:
-    """A block's solution, the products that it took, and a note on how these are made."""
+    """A block's solution, the products that it took, a note on how these are made, and the damping."""
 
     solution: Solution
     num_products: int
     note: str
+    damping: float
 
 
 class Mesh(abc.ABC):
     """The processes that make an update together.
 
     Attributes:
-        rank: The number of this process.
+        rank: The place of this process among all, in the order of the samples.
         everyone: All processes, which have the gradient's samples between them.
     """
 
@@ -54,7 +57,7 @@ class Mesh(abc.ABC):
 
     @abc.abstractmethod
     def meet(self, numbers: Sequence[int], batch: Any, description: Mapping[str, Any]) -> list[list[int]]:
-        """Begin a step: what each process has, rank by rank.
+        """Begin a step: what each process has, place by place.
 
         Args:
             numbers: What the others are to know of this process.
@@ -85,6 +88,10 @@ class Mesh(abc.ABC):
     @abc.abstractmethod
     def gather_state(self, state: dict[str, Any]) -> dict[str, Any]:
         """A state with what each process keeps of its own blocks."""
+
+    def check_alone(self, structure: Structure) -> None:
+        """Raise or warn, at an objective's first step, where other processes are not in the mesh."""
+        return
 
     def traffic(self) -> dict[str, int]:
         """Messages and bytes of this step, by purpose."""
@@ -122,3 +129,7 @@ class Local(Mesh):
 
     def gather_state(self, state: dict[str, Any]) -> dict[str, Any]:
         return state
+
+    def check_alone(self, structure: Structure) -> None:
+        if not structure.is_checked:
+            check_processes(structure.modules)

@@ -188,20 +188,10 @@ class Collectives:
 
     # Samples
 
-    def column(self, counts: Sequence[int]) -> list[int]:
-        """Of a number for each rank, those of this column, along ``block``."""
-        found = [0] * self.num_blocks
-        for rank, (row, column) in self._places.items():
-            if column == self.data:
-                found[row] = counts[rank]
-        return found
-
-    def columns(self, counts: Sequence[int]) -> list[int]:
-        """The sums of the columns, along ``data``."""
-        found = [0] * self.num_data
-        for rank, (_, column) in self._places.items():
-            found[column] += counts[rank]
-        return found
+    @property
+    def by_column(self) -> list[int]:
+        """All ranks, column by column: those that gather each other's samples are neighbors."""
+        return sorted(self._places, key=lambda rank: self._places[rank][::-1])
 
     def gather_samples(self, batch: Any, counts: Sequence[int]) -> Any:
         """The samples of all ranks of this column: of each as many as ``counts`` says, from the front."""

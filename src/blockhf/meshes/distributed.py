@@ -27,7 +27,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from blockhf.batches import Share, take, tensors_of
 from blockhf.blocks import Block
 from blockhf.isolation import RandomState
-from blockhf.linalg import BlockOperator, ForwardingOperator, Solution, Status
+from blockhf.linalg import BlockOperator, ForwardingOperator, Root, Solution, Status
 from blockhf.meshes.base import Mesh, SolvedBlock
 from blockhf.meshes.collectives import Collectives
 from blockhf.meshes.placement import assign, estimated_costs
@@ -48,7 +48,8 @@ class Distributed(Mesh):
 
     def __init__(self, mesh: DeviceMesh) -> None:
         self.ranks = Collectives(mesh)
-        self.rank = self.ranks.rank
+        self._order = self.ranks.by_column
+        self.rank = self._order.index(self.ranks.rank)
         self.everyone = _Everyone(self.ranks)
         self._sizes: dict[str, list[int]] = {}  # of each block's tensors
         self._owners: dict[str, int] = {}
@@ -104,19 +105,21 @@ class Distributed(Mesh):
         met = self.ranks.numbers([zlib.crc32(repr(description).encode()), *numbers], "numbers")
         if len({each[0] for each in met}) > 1:
             self._agree(description)
-        return [[int(number) for number in each[1:]] for each in met]
+        return [[int(number) for number in met[rank][1:]] for rank in self._order]
 
     def own_curvature(self, point: Point, plan: Plan) -> tuple[Point, list[int]]:
         ranks, batch = self.ranks, point.samples.batch
         mine = [index for index, block in enumerate(point.blocks) if self.owns(block.name)]
-        column, columns = ranks.column(plan.curvature), ranks.columns(plan.curvature)
+        counts, height = plan.curvature.counts, ranks.num_blocks
+        columns = [counts[start : start + height] for start in range(0, len(counts), height)]
+        column = columns[ranks.data]
         # Where the column has none, one sample stands in, with no weight.
         gathered = ranks.gather_samples(batch, column) if any(column) else take(batch, 0, 1)
         if not mine:
             return point, []
         own = point.on(
             gathered,
-            Share.of(columns, ranks.data),
+            Share.of([sum(each) for each in columns], ranks.data),
             blocks=[point.blocks[index] for index in mine],
             ranks=_AlongData(ranks),
             like=[Part(None, start=RandomState(point.samples.devices))],  # the gradient's had other samples
@@ -134,21 +137,21 @@ class Distributed(Mesh):
             vectors |= self._exchange_vectors(blocks, owners, members, own)
         found = {}
         for index, owner in enumerate(owners):
-            status, num_steps, num_products, residual, model, counted = heads[owner][index]
+            status, num_steps, num_products, residual, model, counted, damping = heads[owner][index]
             solution = Solution(
                 vectors[index], _STATUSES[int(status)], int(num_steps), int(num_products), residual, model
             )
             note = own[index].note if index in own else f"solved by {self.ranks.row(owner)}"
-            found[index] = SolvedBlock(solution, int(counted), note)
+            found[index] = SolvedBlock(solution, int(counted), note, damping)
         return found
 
     def _exchange_numbers(self, num_blocks: int, own: Mapping[int, SolvedBlock]) -> list[list[list[float]]]:
         """What each coordinate says of each block's solution; what it says of others' is zero."""
-        head = torch.zeros(num_blocks, 6, dtype=torch.float64)
+        head = torch.zeros(num_blocks, 7, dtype=torch.float64, device="cpu")
         for index, each in own.items():
             found = each.solution
             numbers = (_STATUSES.index(found.status), found.num_steps, found.num_products, found.residual)
-            head[index] = torch.tensor([*numbers, found.model, each.num_products], dtype=torch.float64)
+            head[index] = head.new_tensor([*numbers, found.model, each.num_products, each.damping])
         shapes = [tuple(head.shape)] * self.ranks.num_blocks
         return [
             each.tolist()
@@ -229,6 +232,7 @@ class SumOverRanks(ForwardingOperator):
         flags = torch.tensor([*(float(own is not None) for own in stored), 1.0], device=device)
         (counted,) = ranks.sum([flags])
         *counts, num_ranks = counted.tolist()
+        self._is_alone = num_ranks == 1
         shares = {
             index: own
             for index, (own, count) in enumerate(zip(stored, counts, strict=True))
@@ -239,6 +243,15 @@ class SumOverRanks(ForwardingOperator):
 
     def dense(self, block: int) -> Tensor | None:
         return self._stored.get(block)
+
+    def root(self, block: int) -> Root | None:
+        """None where several ranks have shares: the root of a sum is not the sum of roots."""
+        return super().root(block) if self._is_alone else None
+
+    def mean_diagonal(self, block: int, like: Tensor) -> float:
+        own = torch.tensor(super().mean_diagonal(block, like), dtype=torch.float64, device=like.device)
+        (total,) = self.ranks.sum([own])
+        return float(total)
 
     def product(self, row: int, column: int, vector: Tensor) -> Tensor:
         if row == column and row in self._stored:

@@ -1,6 +1,13 @@
 """The optimizer's choices: how much to damp, how many samples to take, how far to go."""
 
-from blockhf.policies.damping import ByCoefficient, Constant, DampingRule, LevenbergMarquardt, Outcome
+from blockhf.policies.damping import (
+    ByCoefficient,
+    Constant,
+    DampingRule,
+    LevenbergMarquardt,
+    Outcome,
+    RelativeDamping,
+)
 from blockhf.policies.sampling import AllSamples, NoiseScale, Sampling, StepCost
 from blockhf.policies.search import Backtracking, Choice, FixedStep, Proposal, Search, Situation
 from blockhf.policies.subspace import Subspace
@@ -17,6 +24,7 @@ __all__ = [
     "NoiseScale",
     "Outcome",
     "Proposal",
+    "RelativeDamping",
     "Sampling",
     "Search",
     "Situation",

@@ -21,11 +21,15 @@ class Outcome:
         ratio: Actual over predicted reduction of the loss; ``None`` where the loss was not evaluated.
         coefficient: The share of the block's direction that curvature alone would leave, where the search
             chooses a length for each block.
+        length: The share of the direction that was taken, where the search shrinks all blocks alike.
+        rounding: The relative precision of the block's numbers.
     """
 
     accepted: bool
     ratio: float | None = None
     coefficient: float | None = None
+    length: float | None = None
+    rounding: float = 0.0
 
 
 class DampingRule(Policy):
@@ -38,6 +42,11 @@ class DampingRule(Policy):
     def needs_ratio(self) -> bool:
         """Whether the rule makes sense only with a search that evaluates the loss after the step."""
         return True
+
+    @property
+    def is_relative(self) -> bool:
+        """Whether the value counts in means of the diagonal of the block's matrix, and not as it is."""
+        return False
 
     @abc.abstractmethod
     def update(self, damping: float, outcome: Outcome, state: State) -> float:
@@ -128,7 +137,52 @@ class ByCoefficient(DampingRule):
         return min(max(damping, self.floor), self.ceiling)
 
 
-def _check_adaptive(rule: LevenbergMarquardt | ByCoefficient) -> None:
+@dataclass(frozen=True)
+class RelativeDamping(DampingRule):
+    """Levenberg-Marquardt damping for losses without noise, over as many orders of magnitude as there are.
+
+    It counts in means of the diagonal of the block's matrix, so that the scales of loss and outputs do not
+    matter. As with ``LevenbergMarquardt`` the reduction ratio decides, of the step at the length
+    that was taken. A step of which less than ``shortest`` was left counts as a bad one, whatever its ratio:
+    every model is good enough for short steps. Rejected ones in a row count more each time (Nielsen, 1999).
+    The floor is at the rounding of the block's numbers, below which damping does nothing.
+
+    >>> rule = RelativeDamping()
+    >>> outcomes = [Outcome(True, ratio=0.9, length=length) for length in (0.5, 0.005)]
+    >>> [round(rule.update(1e-3, outcome, {}), 6) for outcome in [*outcomes, Outcome(False)]]
+    [0.000333, 0.003, 0.003]
+    """
+
+    initial: float = 1e-3
+    factor: float = 1 / 3
+    good: float = 0.75
+    bad: float = 0.25
+    shortest: float = 0.03
+    floor: float = 1e-16
+    ceiling: float = 1e16
+
+    def __post_init__(self) -> None:
+        _check_adaptive(self)
+        _check(0 <= self.shortest < 1, f"shortest is {self.shortest}, but must be at least 0 and below 1.")
+
+    @property
+    def is_relative(self) -> bool:
+        return True
+
+    def update(self, damping: float, outcome: Outcome, state: State) -> float:
+        length = 1.0 if outcome.length is None else outcome.length
+        rejected = state.get("rejected", 0)
+        if not outcome.accepted:
+            damping /= self.factor ** (1 + rejected)
+        elif length < self.shortest or (outcome.ratio is not None and outcome.ratio < self.bad):
+            damping /= self.factor
+        elif outcome.ratio is not None and outcome.ratio > self.good:
+            damping *= self.factor
+        state["rejected"] = 0 if outcome.accepted else rejected + 1
+        return min(max(damping, self.floor, 4 * outcome.rounding), self.ceiling)
+
+
+def _check_adaptive(rule: LevenbergMarquardt | ByCoefficient | RelativeDamping) -> None:
     _check(0 < rule.factor < 1, f"factor is {rule.factor}, but must be between 0 and 1.")
     _check(rule.bad <= rule.good, f"bad is {rule.bad}, but must not be above good, {rule.good}.")
     _check(

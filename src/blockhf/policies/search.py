@@ -55,7 +55,7 @@ class Proposal:
     def change(self, scale: float = 1.0) -> float:
         """The change of the loss that the undamped model foretells for ``scale * lr * direction``."""
         length = scale * self.lr
-        return length * self.slope + 0.5 * length**2 * self.curvature
+        return length * self.slope + 0.5 * (length * length) * self.curvature  # ** raises on overflow
 
 
 @dataclass(frozen=True)
@@ -75,6 +75,7 @@ class Choice:
             the gradient were exact, shortened as the update was: what curvature alone leaves of it. ``None``
             for a block without a direction.
         compared: Of which samples ``before`` and ``loss`` are, where they are not the gradient's.
+        length: The share of all blocks' directions that was taken, where they were shrunk alike.
     """
 
     update: Sequence[Tensor] | None
@@ -86,6 +87,7 @@ class Choice:
     coefficients: Sequence[float] = ()
     lengths: Sequence[float | None] = ()
     compared: str = "held out"
+    length: float | None = None
 
 
 @dataclass(frozen=True)
@@ -171,11 +173,13 @@ class Backtracking(Search):
         shrink: The factor :math:`s`.
         sufficient: The constant :math:`c`.
         max_tries: After so many the step is rejected.
+        goes_on: Shrink on for as long as the loss still falls, and take the best.
     """
 
     shrink: float = 0.5
     sufficient: float = 1e-4
     max_tries: int = 8
+    goes_on: bool = False
 
     def __post_init__(self) -> None:
         if not 0 < self.shrink < 1:
@@ -188,15 +192,20 @@ class Backtracking(Search):
     def choose(self, situation: Situation, state: PolicyState) -> Choice:
         proposals = situation.proposals
         slope = min(0.0, sum(proposal.lr * proposal.slope for proposal in proposals))
+        best: Choice | None = None
         scale = 1.0
         for trial in range(self.max_tries):
             choice = scaled(proposals, scale, "first try" if trial == 0 else f"shrunk to {scale:.3g}")
             assert choice.update is not None
             after = float(situation.point.loss_at(choice.update))
+            if best is not None and best.loss is not None and not after < best.loss:
+                return best
             if math.isfinite(after) and after <= situation.loss + self.sufficient * scale * slope:
-                return replace(choice, loss=after)
+                best = replace(choice, loss=after, length=scale)
+                if not self.goes_on:
+                    return best
             scale *= self.shrink
-        return Choice(
+        return best or Choice(
             None, f"no step down to {scale / self.shrink:.2g} of the direction lowers the loss enough"
         )
 

@@ -147,7 +147,7 @@ class Subspace(Search):
         coefficients = model.minimizer()
         if coefficients is None:
             return self._rejected("the model along the directions is not finite", state)
-        rates = torch.tensor([proposals[column].lr for column in columns], dtype=torch.float64)
+        rates = coefficients.new_tensor([proposals[column].lr for column in columns])
         full = coefficients * rates
         if not bool(full.any()):
             zeros = [torch.zeros_like(proposal.direction) for proposal in proposals]
@@ -256,7 +256,9 @@ class _Model:
     def minimizer(self) -> Tensor | None:
         """The coefficients at which the damped model is least, if it is finite."""
         scale = self.damped.diagonal().clamp_min(1e-300).rsqrt()
-        scaled = scale[:, None] * self.damped * scale + 1e-6 * torch.eye(len(scale), dtype=scale.dtype)
+        scaled = scale[:, None] * self.damped * scale + 1e-6 * torch.eye(
+            len(scale), dtype=scale.dtype, device=scale.device
+        )
         if not bool(scaled.isfinite().all() & self.slopes.isfinite().all()):
             return None
         # By eigenvalues, because the Hessian, or rounding, may leave some negative.

@@ -6,6 +6,7 @@ import abc
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from blockhf.curvature import Curvature
 from blockhf.linalg import BlockOperator, LinearOperator
 from blockhf.policy import Policy, PolicyState
 from blockhf.samples import Samples
@@ -16,13 +17,19 @@ class Preconditioner(Policy):
 
     @abc.abstractmethod
     def prepare(
-        self, samples: Samples, operator: BlockOperator, dampings: Sequence[float], state: PolicyState
+        self,
+        samples: Samples,
+        curvature: Curvature,
+        operator: BlockOperator,
+        dampings: Sequence[float],
+        state: PolicyState,
     ) -> Sequence[LinearOperator | None]:
         """For each block an operator that maps a residual to an approximate solution, or ``None``.
 
         Args:
             samples: The curvature's samples and the blocks. On a mesh these are this rank's blocks.
-            operator: The curvature.
+            curvature: Which matrix it is.
+            operator: The matrix on these samples.
             dampings: Added to the diagonal of each block.
             state: What the preconditioner keeps from step to step.
         """
@@ -33,6 +40,11 @@ class Identity(Preconditioner):
     """No preconditioner; the paper's choice."""
 
     def prepare(
-        self, samples: Samples, operator: BlockOperator, dampings: Sequence[float], state: PolicyState
+        self,
+        samples: Samples,
+        curvature: Curvature,
+        operator: BlockOperator,
+        dampings: Sequence[float],
+        state: PolicyState,
     ) -> Sequence[LinearOperator | None]:
         return [None] * len(samples.blocks)

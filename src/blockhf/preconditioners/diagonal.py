@@ -8,10 +8,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from blockhf.curvature import Curvature, Noise
 from blockhf.linalg import BlockOperator, LinearOperator
 from blockhf.policy import PolicyState
 from blockhf.preconditioners.base import Preconditioner
-from blockhf.preconditioners.draws import Noise, curvature_draw
 from blockhf.samples import Samples
 
 
@@ -43,12 +43,17 @@ class Diagonal(Preconditioner):
             raise ValueError(f"num_draws is {self.num_draws}, but must be at least 1.")
 
     def prepare(
-        self, samples: Samples, operator: BlockOperator, dampings: Sequence[float], state: PolicyState
+        self,
+        samples: Samples,
+        curvature: Curvature,
+        operator: BlockOperator,
+        dampings: Sequence[float],
+        state: PolicyState,
     ) -> Sequence[LinearOperator | None]:
         num_steps = state.shared["num_steps"] = state.shared.get("num_steps", 0) + 1
         weight = min(1 - 1 / num_steps, self.decay)
         inverses: list[LinearOperator | None] = []
-        estimates = self._estimate(samples, self.seed + num_steps)
+        estimates = self._estimate(samples, curvature, self.seed + num_steps)
         for block, new, damping in zip(samples.blocks, estimates, dampings, strict=True):
             new = new.nan_to_num(0.0, 0.0, 0.0).clamp_min_(0)
             known = state.of(block.name).get("average")
@@ -60,7 +65,7 @@ class Diagonal(Preconditioner):
             inverses.append(Scaling((average + shift).pow_(-self.exponent)))
         return inverses
 
-    def _estimate(self, samples: Samples, seed: int) -> list[Tensor]:
+    def _estimate(self, samples: Samples, curvature: Curvature, seed: int) -> list[Tensor]:
         """For each block the squares of ``Jᵀ r``, averaged over the draws."""
         names = tuple((block.name, block.size) for block in samples.blocks)
         # Squared when all samples are together, so that it does not matter which part a sample is in.
@@ -72,7 +77,7 @@ class Diagonal(Preconditioner):
                     break
                 for number in range(self.num_draws):
                     with samples.ledger.counting("diagonal", part.shapes, names):
-                        cotangents = curvature_draw(evaluation, Noise(seed, part.place, number))
+                        cotangents = curvature.draw(evaluation, Noise(seed, part.place, number))
                         gradients = iter(
                             torch.autograd.grad(
                                 evaluation.outputs,
@@ -84,7 +89,8 @@ class Diagonal(Preconditioner):
                         )
                     for block, own in zip(samples.blocks, sums, strict=True):
                         flat = block.flatten([next(gradients) for _ in block.params])
-                        own[number].add_(flat, alpha=part.weight**0.5)
+                        if part.weight:
+                            own[number].add_(flat, alpha=part.weight**0.5)
         return [own.square().mean(0) for own in samples.ranks.sum(sums)]
 
 

@@ -21,12 +21,12 @@ from torch.autograd.graph import GradientEdge
 
 from blockhf._torch import saved
 from blockhf.blocks import Block
+from blockhf.curvature import Curvature, Noise
 from blockhf.ledger import Ledger
-from blockhf.linalg import BlockOperator, LinearOperator
+from blockhf.linalg import BlockOperator, LinearOperator, factorizable
 from blockhf.objective import Evaluation
 from blockhf.policy import PolicyState
 from blockhf.preconditioners.base import Preconditioner
-from blockhf.preconditioners.draws import Noise, curvature_draw
 from blockhf.preconditioners.parameter_uses import Use, find_uses
 from blockhf.ranks import Ranks
 from blockhf.samples import Part, Samples
@@ -65,7 +65,12 @@ class Kronecker(Preconditioner):
             )
 
     def prepare(
-        self, samples: Samples, operator: BlockOperator, dampings: Sequence[float], state: PolicyState
+        self,
+        samples: Samples,
+        curvature: Curvature,
+        operator: BlockOperator,
+        dampings: Sequence[float],
+        state: PolicyState,
     ) -> Sequence[LinearOperator | None]:
         """The inverses; none for blocks whose matrix is stored, nor where the objective gives no outputs."""
         inverses: list[LinearOperator | None] = [None] * len(samples.blocks)
@@ -73,7 +78,7 @@ class Kronecker(Preconditioner):
         if not chosen:
             return inverses
         num_steps = state.shared["num_steps"] = state.shared.get("num_steps", 0) + 1
-        groups = self._measure(samples, [samples.blocks[index] for index in chosen], state)
+        groups = self._measure(samples, curvature, [samples.blocks[index] for index in chosen], state)
         if not groups:
             return inverses
         due = num_steps <= self.every or num_steps % self.every == 0
@@ -95,7 +100,7 @@ class Kronecker(Preconditioner):
         return inverses
 
     def _measure(
-        self, samples: Samples, blocks: Sequence[Block], state: PolicyState
+        self, samples: Samples, curvature: Curvature, blocks: Sequence[Block], state: PolicyState
     ) -> dict[str, list[_Group]]:
         """Take the new step's factors into the averages; returns what belongs together, for each block."""
         totals = _Totals()
@@ -112,7 +117,8 @@ class Kronecker(Preconditioner):
                         evaluation.outputs, [param for block in blocks for param in block.params]
                     )
                     groups = _grouped(uses, blocks)
-                    self._backward(evaluation, part, groups, uses, totals, self.seed + num_steps)
+                    draw = curvature.draw(evaluation, Noise(self.seed + num_steps, part.place))
+                    self._backward(evaluation, part, draw, groups, uses, totals)
         totals.add_up(samples.ranks)
         weight = min(1 - 1 / num_steps, self.decay)
         for (block, place), own in totals.finish().items():
@@ -124,12 +130,11 @@ class Kronecker(Preconditioner):
         self,
         evaluation: Evaluation,
         part: Part,
+        draw: Sequence[Tensor],
         groups: Mapping[str, Sequence[_Group]],
         uses: Mapping[Tensor, Sequence[Use]],
         totals: _Totals,
-        seed: int,
     ) -> None:
-        draw = curvature_draw(evaluation, Noise(seed, part.place))
         scale = part.weight**0.5
         everything = [group for own in groups.values() for group in own]
         factored = [(group, use) for group in everything if group.factored for use in uses[group.weight]]
@@ -138,7 +143,7 @@ class Kronecker(Preconditioner):
         gradients = torch.autograd.grad(
             evaluation.outputs,
             wanted + [group.weight for group in rest],
-            [cotangent * scale for cotangent in draw],
+            [cotangent * scale if scale else torch.zeros_like(cotangent) for cotangent in draw],
             retain_graph=True,  # the inputs are still read from it
             allow_unused=True,
         )
@@ -148,7 +153,7 @@ class Kronecker(Preconditioner):
                     for inputs, cotangents, positions in _moments(
                         use, gradient, group.bias is not None, self.max_size
                     ):
-                        if part.weight == 0:  # samples that stand in for none
+                        if part.is_stand_in:
                             inputs, positions = torch.zeros_like(inputs), 0
                         totals.add(group.key, inputs, cotangents, positions)
             for group, gradient in zip(rest, gradients[len(factored) :], strict=True):
@@ -171,8 +176,8 @@ def _average(factors: Factors, place: str, own: dict[str, Tensor], weight: float
     if any(known[name].dtype != own[name].dtype or known[name].device != own[name].device for name in own):
         # Loaded for parameters of another kind; inverses are made anew.
         known = factors[place] = {name: known[name].to(tensor) for name, tensor in own.items()}
-    for name, tensor in own.items():
-        known[name].mul_(weight).add_(tensor, alpha=1 - weight)
+    for name, tensor in own.items():  # not in place, so that an interrupted step leaves what was known
+        known[name] = (known[name] * weight).add_(tensor, alpha=1 - weight)
 
 
 def _invert(groups: Sequence[_Group], factors: Factors, damping: float) -> None:
@@ -376,12 +381,17 @@ def _inverse(factor: Tensor, shift: Tensor) -> Tensor:
     """Of the factor with ``shift`` added to its diagonal; of a diagonal, a diagonal."""
     if factor.dim() == 1:
         return 1 / (factor + shift)
-    shifted = factor + shift * torch.eye(len(factor), dtype=factor.dtype, device=factor.device)
+    shifted = factorizable(factor + shift * torch.eye(len(factor), dtype=factor.dtype, device=factor.device))
     triangle, failed = torch.linalg.cholesky_ex(shifted)
+    # Where it is singular, or rounding made it indefinite, its diagonal alone.
+    diagonal = shifted.diagonal()
+    fallback = torch.diag(torch.where(diagonal > 0, 1 / diagonal, 1.0))
+    triangle = torch.where(
+        failed == 0, triangle, torch.eye(len(factor), dtype=triangle.dtype, device=factor.device)
+    )
     inverse = torch.cholesky_inverse(triangle)
-    # Where rounding made it indefinite, its diagonal alone.
     fine = (failed == 0) & inverse.isfinite().all()
-    return torch.where(fine, inverse, torch.diag(1 / shifted.diagonal()))
+    return torch.where(fine, inverse, fallback).to(factor.dtype)
 
 
 def _times(factor: Tensor, matrix: Tensor) -> Tensor:

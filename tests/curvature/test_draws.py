@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from blockhf import Evaluation
-from blockhf.preconditioners.draws import Noise, curvature_draw
+from blockhf import EmpiricalFisher, Evaluation
+from blockhf.curvature.draws import Noise, curvature_draw
 from preconditioner_tasks import randn
 
 
@@ -63,6 +63,39 @@ def test_a_draws_covariance_is_the_losss_hessian_by_the_outputs(
         2 / len(draws)
     ) ** 0.5
     assert float(((covariance - H) / deviation).abs().max()) < 5
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_the_slopes_with_random_signs_have_the_covariance_of_the_empirical_fisher(reduction: str) -> None:
+    logits, classes = randn(3, 4).requires_grad_(), torch.tensor([0, 1, 3])
+    loss = F.cross_entropy(logits, classes, reduction=reduction)
+    evaluation = Evaluation((logits,), loss, 3, reduction)
+    draws = [EmpiricalFisher().draw(evaluation, Noise(3, number=number))[0] for number in range(64)]
+    (slopes,) = torch.autograd.grad(F.cross_entropy(logits, classes, reduction="sum"), logits)
+    scale = 3**-0.5 if reduction == "mean" else 1.0
+    signs = torch.stack([(draw / (scale * slopes)).mean(1) for draw in draws])
+    for draw, own in zip(draws, signs, strict=True):  # one sign for each sample, so any covariance is exact
+        torch.testing.assert_close(draw, scale * own[:, None] * slopes)
+    assert set(signs.round(decimals=9).flatten().tolist()) == {-1.0, 1.0}
+    assert len({tuple(own) for own in signs.round().tolist()}) == 8, "signs are independent"
+
+
+def test_the_slopes_ask_for_no_second_derivative_of_the_loss() -> None:
+    class Once(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, outputs: Tensor) -> Tensor:
+            ctx.save_for_backward(outputs)
+            return outputs.square().mean()
+
+        @staticmethod
+        @torch.autograd.function.once_differentiable
+        def backward(ctx: Any, gradient: Tensor) -> Any:
+            (outputs,) = ctx.saved_tensors
+            return gradient * 2 * outputs / outputs.numel()
+
+    outputs = randn(3, 2).requires_grad_()
+    (draw,) = EmpiricalFisher().draw(Evaluation((outputs,), Once.apply(outputs), 3), Noise(0))
+    assert bool(draw.abs().gt(0).all())
 
 
 def test_draws_follow_from_the_seed_and_leave_torchs_own_alone() -> None:

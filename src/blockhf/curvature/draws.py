@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from blockhf.linalg import factorizable
 from blockhf.objective import Evaluation
 
 _MOST_STEPS = 10
@@ -47,6 +48,11 @@ class Noise:
     def normal(self, like: Tensor) -> Tensor:
         return self.rows(like, lambda rows, generator: rows.normal_(generator=generator))
 
+    def signs(self, like: Tensor) -> Tensor:
+        return self.rows(
+            like, lambda rows, generator: rows.bernoulli_(0.5, generator=generator).mul_(2).sub_(1)
+        )
+
 
 def curvature_draw(evaluation: Evaluation, noise: Noise) -> list[Tensor]:
     r"""A draw with covariance ``H``, the second derivatives of the loss by the outputs.
@@ -77,6 +83,22 @@ def curvature_draw(evaluation: Evaluation, noise: Noise) -> list[Tensor]:
         )
 
     return split(_square_root(product, noise.normal(join([output.detach() for output in outputs]))))
+
+
+def signed_slopes(evaluation: Evaluation, noise: Noise) -> list[Tensor]:
+    """The slopes of the samples' losses by the outputs, each with a random sign.
+
+    Back-propagated, their covariance is the empirical Fisher matrix.
+    """
+    slopes = torch.autograd.grad(
+        evaluation.loss, evaluation.outputs, retain_graph=True, allow_unused=True, materialize_grads=True
+    )
+    join, split = _rows(evaluation.outputs, evaluation.num_samples)
+    rows = join(slopes)
+    signs = noise.signs(rows[:, :1])
+    # A mean loss has the slopes r / N, and the mean of r rᵀ is to be had from r / √N.
+    scale = (evaluation.num_samples or 1) ** 0.5 if evaluation.reduction == "mean" else 1.0
+    return split(rows * (scale * signs))
 
 
 def _rows(
@@ -122,7 +144,7 @@ def _square_root(product: Callable[[Tensor], Tensor], start: Tensor) -> Tensor:
     if beside:
         off = torch.stack(beside, 1)
         T = T + torch.diag_embed(off, 1) + torch.diag_embed(off, -1)
-    values, vectors = torch.linalg.eigh(T)
+    values, vectors = (own.to(T.dtype) for own in torch.linalg.eigh(factorizable(T)))
     first: Tensor = (vectors * values.clamp_min(0).sqrt()[:, None, :]) @ vectors[:, 0, :, None]
     total: Tensor = torch.stack([first[:, i] * vector for i, vector in enumerate(basis)]).sum(0)
     scaled: Tensor = lengths * total
