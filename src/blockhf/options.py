@@ -115,6 +115,11 @@ def check_is_state(state_dict: Any) -> None:
         raise ValueError("This is no state of an optimizer: it has no 'state' and 'param_groups'.")
 
 
+def shapes(groups: Sequence[Mapping[str, Any]]) -> list[list[list[int]]]:
+    """Those of the parameters, group by group: what tells the state of another model."""
+    return [[list(param.shape) for param in group["params"]] for group in groups]
+
+
 def check_state(
     state_dict: Mapping[str, Any], groups: Sequence[Mapping[str, Any]], defaults: Mapping[str, Any]
 ) -> None:
@@ -138,6 +143,14 @@ def check_state(
                 f"{len(own['params'])} in the optimizer."
             )
         params.update(zip(group["params"], own["params"], strict=True))
+    plan = state_dict.get("policies", {}).get(PLAN, {})
+    known = plan.get("shared", {}).get("shapes") or shapes(groups)
+    for own, kept, now in zip(groups, known, shapes(groups), strict=True):
+        if kept != now:
+            raise ValueError(
+                f"The parameters of block {own['name']!r} have shapes {kept} in the saved state, and {now} "
+                "in the optimizer: the model is another one."
+            )
     for number, kept in state_dict["state"].items():
         if not isinstance(kept, Mapping):
             raise ValueError(

@@ -281,6 +281,12 @@ def adam(state: dict[str, Any]) -> dict[str, Any]:
     return other.state_dict()
 
 
+def wider(state: dict[str, Any]) -> dict[str, Any]:
+    """Of a method that keeps no directions, whose shapes would tell."""
+    model = nn.Sequential(nn.Linear(3, 7), nn.Tanh(), nn.Linear(7, 3), nn.Tanh(), nn.Linear(3, 2))
+    return BlockHF(blocks.by_layer(model)).state_dict()
+
+
 def other_widths(state: dict[str, Any]) -> dict[str, Any]:
     state["state"][0]["direction"] = torch.zeros(7, 3)
     return state
@@ -338,6 +344,11 @@ STATES: dict[str, Misuse] = {
         loads(adam),
     ),
     "the state of a wider model": refused(
+        r"The parameters of block '0' have shapes \[\[7, 3\], \[7\]\] in the saved state, and "
+        r"\[\[4, 3\], \[4\]\] in the optimizer: the model is another one",
+        loads(wider),
+    ),
+    "a direction of a wider model": refused(
         r"direction of parameter 0 has shape \(7, 3\), and the parameter \(4, 3\): the model is another one",
         loads(other_widths),
     ),
