@@ -88,7 +88,7 @@ class BlockOptimizer(Optimizer):
         """What this process keeps of ``state_dict()``; no other process is asked."""
         state = super().state_dict()
         state["policies"] = {name: own.to_dict() for name, own in self.policy_state.items()}
-        state["policies"][PLAN]["shared"]["shapes"] = shapes(self.param_groups)
+        state["shapes"] = shapes(self.param_groups)
         return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

@@ -143,8 +143,7 @@ def check_state(
                 f"{len(own['params'])} in the optimizer."
             )
         params.update(zip(group["params"], own["params"], strict=True))
-    plan = state_dict.get("policies", {}).get(PLAN, {})
-    known = plan.get("shared", {}).get("shapes") or shapes(groups)
+    known = state_dict.get("shapes") or shapes(groups)
     for own, kept, now in zip(groups, known, shapes(groups), strict=True):
         if kept != now:
             raise ValueError(
