@@ -115,3 +115,10 @@ def test_a_samples_noise_does_not_depend_on_the_part_it_is_in(place: int, length
     some = Noise(7, place).normal(torch.empty(length, 3))
     assert torch.equal(some, everything[place : place + length])
     assert len(everything.unique()) == 1200
+
+
+def test_a_loss_whose_curvature_overflows_stops_no_draw() -> None:
+    outputs = torch.full((3, 2), 200.0, requires_grad=True)
+    evaluation = Evaluation((outputs,), torch.exp(outputs).mean(), num_samples=3)
+    (draw,) = curvature_draw(evaluation, Noise(seed=0))
+    assert draw.shape == outputs.shape

@@ -144,7 +144,9 @@ def _square_root(product: Callable[[Tensor], Tensor], start: Tensor) -> Tensor:
     if beside:
         off = torch.stack(beside, 1)
         T = T + torch.diag_embed(off, 1) + torch.diag_embed(off, -1)
-    values, vectors = (own.to(T.dtype) for own in torch.linalg.eigh(factorizable(T)))
+    # Where the loss's curvature overflows, products say so; here nothing may stop for it.
+    finite = torch.nan_to_num(factorizable(T), 0.0, 0.0, 0.0)
+    values, vectors = (own.to(T.dtype) for own in torch.linalg.eigh(finite))
     first: Tensor = (vectors * values.clamp_min(0).sqrt()[:, None, :]) @ vectors[:, 0, :, None]
     total: Tensor = torch.stack([first[:, i] * vector for i, vector in enumerate(basis)]).sum(0)
     scaled: Tensor = lengths * total
