@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from blockhf.objective import Evaluation, check_outputs, evaluate, identity, num_nodes
+from blockhf.objective import Evaluation, check_outputs, evaluate, identity, modules_in, num_nodes
 
 X, Y = torch.arange(12.0).view(6, 2), torch.arange(6)
 
@@ -166,3 +166,10 @@ def test_the_length_of_a_graph_counts_each_node_once() -> None:
     w = weight()
     both = w * 2
     assert num_nodes(Evaluation((), (both + both).sum())) == 3  # the sum's own node is not behind it
+
+
+def test_modules_are_found_in_code_that_has_no_module() -> None:
+    model = nn.Linear(2, 1)
+    namespace: dict[str, Any] = {"model": model, "__name__": None}
+    exec("def objective(batch):\n    return model(batch)", namespace)
+    assert modules_in(namespace["objective"]) == [model]

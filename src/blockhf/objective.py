@@ -233,7 +233,7 @@ def modules_in(objective: Any) -> list[nn.Module]:
                 owner,
                 *(own for own in _attributes(owner) if isinstance(own, nn.Module)),
             ]
-        elif isinstance(value, types.FunctionType) and not value.__module__.startswith("torch"):
+        elif isinstance(value, types.FunctionType) and not (value.__module__ or "").startswith("torch"):
             names = [name for name in value.__code__.co_names if name in value.__globals__]
             todo += [_contents(cell) for cell in value.__closure__ or ()]
             todo += [value.__globals__[name] for name in names]
