@@ -107,6 +107,22 @@ def rebuild(batch: Any, tensors: Iterable[Tensor]) -> Any:
     return _mapped(batch, lambda member: next(others) if isinstance(member, Tensor) else member)
 
 
+def has_samples_elsewhere(batch: Any) -> bool:
+    """Whether there are samples in lists or arrays too, and not in tensors alone.
+
+    >>> has_samples_elsewhere((torch.zeros(2, 3), ["a", "b"]))
+    True
+    """
+    found: list[Any] = []
+
+    def note(member: Any) -> Any:
+        found.append(member)
+        return member
+
+    _cut(batch, note)
+    return not all(isinstance(member, Tensor) for member in found)
+
+
 def _cut(batch: Any, cut: Callable[[Any], Any]) -> Any:
     size = next((len(member) for member in _sampled(batch)), None)
 

@@ -86,7 +86,7 @@ class PerSampleJacobian:
         self._host = Host(samples.structure.modules)
         kinds = [(tensor.shape[1:], tensor.dtype) for tensor in tensors_of(part.batch)]
         key = identity(self.objective), samples.structure.modes(), tuple(kinds), tuple(map(id, self.params))
-        self._recorded: dict[Any, Outputs] = cache.setdefault("one sample", {})
+        self._cache = cache
         self._key = key
         try:
             self._names = self._host.owners(self.params)
@@ -114,17 +114,17 @@ class PerSampleJacobian:
         return inputs, directions.repeat(stop - start, 1)
 
     def _gradients(self, inputs: Sequence[Tensor], directions: Tensor) -> Sequence[Tensor]:
-        recorded = self._recorded.get(self._key)
+        recorded = self._cache.get("one sample", {}).get(self._key)
         try:
             return self._differentiated(recorded or self._run, inputs, directions)
         except Exception as error:  # whatever an operation without a batching rule may raise
             if recorded is not None:
                 raise FormingError(_reason(error)) from error
         try:
-            recorded = self._recorded[self._key] = self._record(inputs)
+            recorded = self._cache.setdefault("one sample", {})[self._key] = self._record(inputs)
             return self._differentiated(recorded, inputs, directions)
         except Exception as error:
-            self._recorded.pop(self._key, None)
+            self._cache.get("one sample", {}).pop(self._key, None)
             raise FormingError(_reason(error)) from error
 
     def _differentiated(

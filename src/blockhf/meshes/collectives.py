@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from blockhf._torch import accelerator, set_group_timeout, use_device
-from blockhf.batches import rebuild, take, tensors_of
+from blockhf.batches import has_samples_elsewhere, rebuild, take, tensors_of
 
 DIMENSIONS = ("block", "data")
 
@@ -197,6 +197,11 @@ class Collectives:
         """The samples of all ranks of this column: of each as many as ``counts`` says, from the front."""
         if self.num_blocks == 1:
             return take(batch, 0, counts[0])
+        if has_samples_elsewhere(batch):
+            raise ValueError(
+                "On a mesh of blocks samples are sent as tensors, and the batch has lists or arrays of them. "
+                "Pass tensors."
+            )
         gathered = []
         for tensor in tensors_of(batch):
             if tensor.dim() > 0:
