@@ -114,7 +114,7 @@ def test_a_second_ctrl_c_ends_at_once(
 ) -> None:
     def interrupted(*args: Any, **options: Any) -> None:
         for _ in range(2):
-            os.kill(os.getpid(), signal.SIGINT)
+            signal.raise_signal(signal.SIGINT)  # handled before the next, unlike a signal from outside
 
     monkeypatch.setattr(runs, "train", interrupted)
     before = signal.getsignal(signal.SIGINT)

@@ -126,7 +126,7 @@ def test_with_blocks_alone_nothing_is_sent_during_cg(runs: Runs) -> None:
         assert work["sums_bytes"] == 8 * (num_params + 1)
         assert work["samples_bytes"] == 12 * (6 * 8 + 8)  # of 24 samples: inputs and class
         assert work["numbers_bytes"] == 8 * 3
-        assert work["directions_bytes"] == 3 * 6 * 8 + 8 * max(
+        assert work["directions_bytes"] == 3 * 7 * 8 + 8 * max(
             sum(sizes[name] for name in rank["paper"]["kept"]) for rank in found
         )
 

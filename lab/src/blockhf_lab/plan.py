@@ -30,7 +30,7 @@ RESIDUALS = 2
 LINEARIZATION = 2
 """Forward passes to linearize: one for the residuals, and one to see that the loss is the objective's own."""
 
-_HEADER, _SOLUTION_HEAD = 3, 6  # numbers in float64: of a rank, and of each block's solution
+_HEADER, _SOLUTION_HEAD = 3, 7  # numbers in float64: of a rank, and of each block's solution
 RANKS = tuple(2**power for power in range(11))
 """1 to 1,024."""
 
