@@ -58,10 +58,10 @@ def test_two_coordinates_of_blocks_send_nothing_while_they_solve() -> None:
     assert (numbers.handed, numbers.sent, numbers.rounds) == (8 * 3, 24.0, 1)
     assert (sums.handed, sums.sent, sums.rounds) == (4 * 151, 4 * 151.0, 2)
     assert (samples.calls, samples.handed, samples.sent, samples.rounds) == (2, 2 * 16, 32.0, 2)
-    assert (directions.calls, directions.handed, directions.sent) == (2, 8 * 6 * 2 + 400, 496.0)
+    assert (directions.calls, directions.handed, directions.sent) == (2, 8 * 7 * 2 + 400, 512.0)
     assert found.sending["sums"] == pytest.approx(2 * 0.5 + 0.604)
-    assert found.sending["directions"] == pytest.approx(2 * 0.5 + 0.496)
-    assert found.solving == pytest.approx(33.0 + 1.496)
+    assert found.sending["directions"] == pytest.approx(2 * 0.5 + 0.512)
+    assert found.solving == pytest.approx(33.0 + 1.512)
 
 
 def test_ranks_along_data_share_the_samples_and_add_up_every_product() -> None:
@@ -87,7 +87,7 @@ def test_memory() -> None:
     found = plan.predict(MODEL, UPDATE, MACHINE, Mesh(block=2)).memory
     assert found == {
         "parameters, gradient, directions": 3 * 4 * 150,
-        "directions gathered": 2 * 496,
+        "directions gathered": 2 * 512,
         "CG": 4 * (100 + 6 * 100),
         "activations": 4 * 7 * max(4, 2 * 4),
     }
