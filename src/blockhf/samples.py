@@ -278,6 +278,11 @@ class Samples:
                 self._run_isolated(self.parts[0])
         return self._structure
 
+    @property
+    def scope(self) -> Hashable:
+        """What a trace or a check holds for: the objective, the modes of its modules, what is trained."""
+        return identity(self.objective), self.structure.modes()
+
     def note_structure(self, evaluation: Evaluation, called: Iterable[nn.Module]) -> None:
         """Take down what an evaluation shows of the objective."""
         self._structure.note(evaluation, called)

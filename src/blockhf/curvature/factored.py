@@ -20,7 +20,7 @@ from blockhf.curvature.double_backward import DoubleBackward
 from blockhf.curvature.gauss_newton import GaussNewton
 from blockhf.curvature.jacobian import FormingError, PerSampleJacobian, output_hessians
 from blockhf.linalg import BlockOperator, Root
-from blockhf.objective import Evaluation, check_outputs, identity
+from blockhf.objective import Evaluation, check_outputs
 from blockhf.policy import PolicyState
 from blockhf.samples import Part, Samples
 
@@ -79,7 +79,7 @@ class Factored(Products):
         roots = [Root(torch.cat(own), torch.cat(slopes)) for own in rows]
         operator = _Factored(roots)
         checked: set[Any] = state.cache.setdefault("factored", set())
-        key = identity(samples.objective), samples.structure.modes()
+        key = samples.scope
         if key not in checked:
             with samples.ledger.once():
                 self._check(curvature, samples, operator)

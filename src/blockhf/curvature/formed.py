@@ -23,7 +23,7 @@ from blockhf.curvature.double_backward import DoubleBackward
 from blockhf.curvature.gauss_newton import GaussNewton
 from blockhf.curvature.jacobian import FormingError, PerSampleJacobian, output_hessians
 from blockhf.linalg import BlockOperator, DenseBlocks, Described
-from blockhf.objective import check_outputs, identity
+from blockhf.objective import check_outputs
 from blockhf.policy import PolicyState
 from blockhf.samples import Part, Samples
 
@@ -66,7 +66,7 @@ class Formed(Products):
         blocks = [samples.blocks[index] for index in indices]
         totals = [block.params[0].new_zeros(block.size, block.size) for block in blocks]
         checked: set[Any] = state.cache.setdefault("checked", set())
-        key = _key(samples)
+        key = samples.scope
         terms = None if key in checked else _Terms([0.0] * len(blocks))
         for part in samples.parts:
             if part.weight == 0 and len(samples.parts) > 1:
@@ -124,8 +124,3 @@ class _Terms:
 
     sizes: list[float]
     eps: float = 0.0
-
-
-def _key(samples: Samples) -> Any:
-    """What a check holds for: the objective, and whether its modules are being trained."""
-    return identity(samples.objective), samples.structure.modes()

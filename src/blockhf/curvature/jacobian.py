@@ -20,7 +20,7 @@ from blockhf.curvature.host import Host
 from blockhf.curvature.rewrites import record
 from blockhf.fx_graphs import TracingError
 from blockhf.isolation import twice_differentiable
-from blockhf.objective import Evaluation, identity
+from blockhf.objective import Evaluation
 from blockhf.samples import Part, Samples
 
 
@@ -85,7 +85,7 @@ class PerSampleJacobian:
         self.sampled = [tensor.dim() > 0 for tensor in tensors_of(part.batch)]
         self._host = Host(samples.structure.modules)
         kinds = [(tensor.shape[1:], tensor.dtype) for tensor in tensors_of(part.batch)]
-        key = identity(self.objective), samples.structure.modes(), tuple(kinds), tuple(map(id, self.params))
+        key = samples.scope, tuple(kinds), tuple(map(id, self.params))
         self._cache = cache
         self._key = key
         try:

@@ -25,7 +25,6 @@ from blockhf.curvature.fisher import MonteCarloFisher
 from blockhf.curvature.trace import Trace, TracedPart
 from blockhf.fx_graphs import TracingError
 from blockhf.linalg import BlockOperator, Described
-from blockhf.objective import identity
 from blockhf.policy import PolicyState
 from blockhf.samples import Part, Samples
 
@@ -131,7 +130,7 @@ def _signature(curvature: Curvature, samples: Samples, part: Part) -> Any:
         (id(p), tuple(p.shape), p.stride(), p.dtype, p.device) for b in samples.blocks for p in b.params
     )
     sizes = tuple(len(block.params) for block in samples.blocks)
-    modes = identity(samples.objective), samples.structure.modes()
+    modes = samples.scope
     autocast = tuple(
         (kind, torch.is_autocast_enabled(kind)) for kind in sorted({d.type for d in samples.devices})
     )
