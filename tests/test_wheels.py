@@ -1,4 +1,4 @@
-"""What is in the two distributions: the library has no experiments and no data, the lab has the digits."""
+"""What is in the distributions: the library has no experiments and no data, the lab has the digits."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import re
 import shutil
 import subprocess
 import sys
+import tarfile
+import tomllib
 import zipfile
 from pathlib import Path
 
@@ -94,3 +96,74 @@ def test_both_have_one_version(library: dict[str, str], lab: dict[str, str]) -> 
     assert blockhf_lab.__version__ == blockhf.__version__
     for files in (library, lab):
         assert f"\nVersion: {blockhf.__version__}\n" in metadata(files, "METADATA")
+
+
+NOT_SOURCES = (
+    "__pycache__",
+    "*.egg-info",
+    ".git",
+    ".venv",
+    ".*_cache",
+    ".hypothesis",
+    "build",
+    "dist",
+    "site",
+    "runs",
+)
+
+
+def test_the_source_distribution_holds_all_that_the_tests_read(tmp_path: Path) -> None:
+    copy = tmp_path / "project"
+    shutil.copytree(ROOT, copy, ignore=shutil.ignore_patterns(*NOT_SOURCES))
+    there = {path.relative_to(copy).as_posix() for path in copy.rglob("*") if path.is_file()}
+    build = "import sys; from setuptools import build_meta; build_meta.build_sdist(sys.argv[1])"
+    done = subprocess.run(
+        [sys.executable, "-c", build, str(tmp_path)],
+        cwd=copy,
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE,
+    )
+    assert done.returncode == 0, done.stderr
+    with tarfile.open(tmp_path / f"blockhf-{blockhf.__version__}.tar.gz") as archive:
+        held = {name.partition("/")[2] for name in archive.getnames()}
+    private = {name for name in there if name.startswith((".ci/", ".gitignore", ".gitattributes"))}
+    assert there - private - held == set()
+    assert not {name for name in held if name.endswith(".pyc")}
+
+
+def test_pages_outside_of_the_metadata_agree_with_it() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    lab = tomllib.loads((ROOT / "lab" / "pyproject.toml").read_text())["project"]
+    citation = (ROOT / "CITATION.cff").read_text()
+    repository = project["urls"]["Repository"]
+    assert lab["urls"]["Repository"] == repository
+    assert f"\nrepository-code: {repository}\n" in citation
+    assert f"\nversion: {blockhf.__version__}\n" in citation
+    (released,) = re.findall(r"^date-released: (.*)$", citation, re.MULTILINE)
+    assert f"\n## {blockhf.__version__} - {released}\n" in (ROOT / "CHANGELOG.md").read_text()
+    least = project["requires-python"].removeprefix(">=")
+    assert f"Programming Language :: Python :: {least}" in project["classifiers"]
+
+
+def test_every_link_of_the_readme_works_on_a_package_index() -> None:
+    """There the files beside it are not there: all links are addresses."""
+    text = (ROOT / "README.md").read_text()
+    links = [*re.findall(r"\]\(([^)]+)\)", text), *re.findall(r"(?:src|href)=\"([^\"]+)\"", text)]
+    assert links
+    assert [link for link in links if not link.startswith(("https://", "#"))] == []
+
+
+def test_links_of_the_readme_lead_to_files_that_are_there() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    repository = project["urls"]["Repository"]
+    raw = repository.replace("github.com", "raw.githubusercontent.com") + "/main/"
+    links = re.findall(r"\]\(([^)#]+)", (ROOT / "README.md").read_text())
+    files = [
+        link.removeprefix(start)
+        for start in (f"{repository}/blob/main/", raw)
+        for link in links
+        if start in link
+    ]
+    assert files
+    assert [name for name in files if not (ROOT / name).exists()] == []

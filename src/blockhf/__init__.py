@@ -59,7 +59,7 @@ from blockhf.preconditioners import Diagonal, Identity, Kronecker, Preconditione
 from blockhf.report import BlockReport, StepReport
 from blockhf.samples import Samples
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 __all__ = [
     "AllSamples",

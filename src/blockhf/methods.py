@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any
 
 from blockhf.bookkeeping import BlockOptimizer
 from blockhf.curvature import Auto, Factored
@@ -17,6 +17,9 @@ from blockhf.policies import (
     RelativeDamping,
 )
 from blockhf.preconditioners import Identity
+
+if TYPE_CHECKING:
+    from typing import Self  # from Python 3.11 on
 
 
 def _plain() -> dict[str, Any]:

@@ -3,4 +3,4 @@
 It uses the library; the library knows nothing of it.
 """
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"

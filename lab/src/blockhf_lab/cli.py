@@ -72,7 +72,6 @@ def _app() -> "typer.Typer":
     import typer
 
     app = typer.Typer(
-        add_completion=False,
         no_args_is_help=True,
         pretty_exceptions_enable=False,
         help="Block-diagonal Hessian-free optimization.",
