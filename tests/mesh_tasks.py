@@ -65,6 +65,7 @@ METHODS: dict[str, Callable[..., BlockHF]] = {
         groups, reduction=weight_of, preconditioner=Identity(), **{"micro_batch_size": 7, **options}
     ),
     # The matrix of one sample has few eigenvalues: CG must not end by the last bits.
+    "weight decay": lambda groups, **options: default(groups, weight_decay=0.05, **options),
     "few": lambda groups, **options: paper(groups, **{**options, "curvature_batch_size": 1, "cg_rtol": 1e-8}),
 }
 """Methods by name; each takes groups and options."""
@@ -179,6 +180,31 @@ def compiled() -> Any:
     """The default with compiled products, on two ranks."""
     METHODS["compiled"] = lambda groups, **options: default(groups, products=Traced(compile=True), **options)
     return on_mesh((2, 1), ["compiled"], False)
+
+
+def decaying(groups: Sequence[dict[str, Any]], **options: Any) -> BlockHF:
+    """Directions to the last digits, with a weight decay for each block."""
+    own = [{**group, "weight_decay": 0.1 * number} for number, group in enumerate(groups)]
+    exact = {"max_cg_steps": 300, "cg_rtol": 1e-14, "curvature_batch_size": None, "warm_start": 0.0}
+    return paper(own, damping=1e-3, **exact, **options)
+
+
+def decayed() -> dict[str, Tensor]:
+    """The directions of ``decaying`` by each way to products, on both meshes of two ranks."""
+    half, found = NUM_SAMPLES // 2, {}
+    for shape in ((2, 1), (1, 2)):
+        mesh = blockhf.mesh(*shape)
+        rank = dist.get_rank()
+        for products in (DoubleBackward(), Traced(), Formed(), blockhf.Factored(), blockhf.Auto()):
+            model, objective_for, batch = make()
+            optimizer = decaying(
+                blocks.by_layer(model), mesh=mesh, products=products, solver=blockhf.Cholesky()
+            )
+            optimizer.direction(
+                objective_for("mean"), tuple(tensor[rank * half : (rank + 1) * half] for tensor in batch)
+            )
+            found[f"{shape} {products}"] = -flat([param.grad for param in model.parameters()])
+    return found
 
 
 def frozen_and_given() -> dict[str, Any]:

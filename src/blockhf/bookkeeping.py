@@ -28,6 +28,7 @@ from blockhf.options import (
     describe_groups,
     read_policies,
     shapes,
+    with_new_options,
 )
 from blockhf.policy import Policy, PolicyState
 from blockhf.report import StepReport
@@ -97,6 +98,7 @@ class BlockOptimizer(Optimizer):
         policies: dict[str, PolicyState] = {}
 
         def check(_: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
+            state = with_new_options(state)
             check_state(state, self.param_groups, self.defaults)
             policies.update(read_policies(state))
             # Torch's distributed checkpoints turn the parameters' numbers into words.
@@ -171,6 +173,11 @@ class BlockOptimizer(Optimizer):
         if not blocks:
             raise ValueError("Every parameter is frozen. Thaw some with requires_grad_(True).")
         return blocks
+
+    def _weight_decay(self) -> dict[str, float]:
+        """The factors of the penalties in the loss, by block."""
+        groups = [group for group in self.param_groups if not group["decoupled_weight_decay"]]
+        return {group["name"]: float(group["weight_decay"]) for group in groups}
 
     def _updates(self, param: Tensor) -> int:
         return int(self.state[param]["step"]) if param in self.state else 0

@@ -14,7 +14,7 @@ from blockhf.batches import Share, batch_size, check_curvature_batch
 from blockhf.blocks import Block
 from blockhf.curvature import Auto, Curvature, GaussNewton, Products
 from blockhf.isolation import Restored
-from blockhf.linalg import Cholesky, CountedProducts, Solution, Solver, Status, System
+from blockhf.linalg import Cholesky, CountedProducts, Shifted, Solution, Solver, Status, System
 from blockhf.meshes import SolvedBlock
 from blockhf.methods import NamedMethods
 from blockhf.objective import Objective, Reduction
@@ -62,6 +62,10 @@ class BlockHF(NamedMethods):
             (``solvers.conjugate_gradient`` has the rule); 0 switches it off.
         warm_start: CG starts from this multiple of the last solution; 0 starts from zero.
         slow_start: ``(num_updates, max_cg_steps)``: fewer CG iterations in the first updates.
+        weight_decay: λ of the penalty λ‖w‖²/2, which enters gradient, matrix and search exactly
+            (docs/howto/weight_decay.md). Give groups that shall have none, such as norms and biases, a 0.
+        decoupled_weight_decay: Leave loss and curvature alone instead, and shrink the parameters by
+            ``lr * weight_decay`` in each accepted step, as AdamW does.
 
         curvature_batch_size: How many samples of the gradient's, drawn at random, curvature is taken from; a
             share of them, as the nearest multiple of 600 (of 300, where no block has more than 1,000
@@ -113,6 +117,8 @@ class BlockHF(NamedMethods):
         cg_progress: float = 0.0,
         warm_start: float = 0.0,
         slow_start: tuple[int, int] | None = None,
+        weight_decay: float = 0.0,
+        decoupled_weight_decay: bool = False,
         curvature_batch_size: int | float | None = 0.03,
         micro_batch_size: int | None = None,
         population: int | None = None,
@@ -148,6 +154,8 @@ class BlockHF(NamedMethods):
             "cg_progress": cg_progress,
             "warm_start": warm_start,
             "slow_start": slow_start,
+            "weight_decay": weight_decay,
+            "decoupled_weight_decay": decoupled_weight_decay,
         }
         super().__init__(params, options, mesh)
 
@@ -163,7 +171,7 @@ class BlockHF(NamedMethods):
             curvature_batch: The samples of the curvature, if they are not to be drawn from the batch.
 
         Returns:
-            The loss at the starting point.
+            The objective's loss at the starting point; the report's has the penalties of weight decay too.
         """
         with self._transaction(self._blocks()) as before, contextlib.ExitStack() as stack:
             update = self._begin(objective, batch, curvature_batch, before, searches=True)
@@ -173,7 +181,7 @@ class BlockHF(NamedMethods):
                     update.choose(self.search, self.policy_state["search"])
             if update.choice is not None and update.choice.update is not None:
                 before.protect(update.point.buffers)
-                update.point.commit(update.choice.update)
+                update.point.commit(update.decayed(update.choice.update))
                 update.curvature.refresh_statistics()
             return self._finish(update, accepted=not update.failed)
 
@@ -239,9 +247,12 @@ class BlockHF(NamedMethods):
         sizes = [block.size for block in point.blocks]
         budget = [self.solver.product_budget(*pair) for pair in zip(sizes, limits, strict=True)]
         operator = stack.enter_context(point.linearize(budget))
+        if isinstance(operator, Shifted):  # by weight decay, which goes with the damping here
+            operator = operator.operator
         update.check_first(operator, mine)
         operator = CountedProducts(operator)
         dampings = update.dampings(operator, mine, relative=self.damping.is_relative)
+        dampings = [own + decay for own, decay in zip(dampings, point.decays, strict=True)]
         state = self.policy_state["preconditioner"]
         inverses = self.preconditioner.prepare(point.samples, self.curvature, operator, dampings, state)
         return [
@@ -250,6 +261,8 @@ class BlockHF(NamedMethods):
                 index=place,
                 rhs=-update.gradient[index],
                 damping=dampings[place],
+                weight_decay=point.decays[place],
+                penalty=point.penalty_gradient(place),
                 start=self._start(groups[place], point.blocks[place]),
                 preconditioner=inverses[place],
                 rtol=groups[place]["cg_rtol"],
@@ -261,7 +274,7 @@ class BlockHF(NamedMethods):
 
     def _solve(self, system: System, block: Block) -> SolvedBlock:
         operator = system.operator
-        if operator.has_influence(system.index):
+        if operator.has_influence(system.index) or system.weight_decay:
             solution = self.solver.solve(system, self.policy_state["solver"].of(block.name))
         else:
             solution = Solution(torch.zeros_like(system.rhs), Status.NO_INFLUENCE, 0, 0, 0.0, 0.0)
@@ -271,7 +284,7 @@ class BlockHF(NamedMethods):
             # A product each, or else a factorization.
             self.ledger.add("formed", 2 * num_products * stored.numel() or len(stored) ** 3 // 3)
         note = operator.note(system.index) or type(self.products).__name__
-        return SolvedBlock(solution, num_products, note, system.damping)
+        return SolvedBlock(solution, num_products, note, system.damping - system.weight_decay)
 
     def _begin(
         self, objective: Objective, batch: Any, curvature_batch: Any, before: Restored, *, searches: bool
@@ -297,7 +310,7 @@ class BlockHF(NamedMethods):
                 ledger=self.ledger,
                 structure=structure,
             )
-            return Point(samples, linearizer, before.origin)
+            return Point(samples, linearizer, before.origin, self._weight_decay())
 
         groups = {group["name"]: group for group in self.param_groups}
         return Update.begin(
@@ -356,4 +369,4 @@ class BlockHF(NamedMethods):
             for group, outcome in zip(update.groups, outcomes, strict=True):
                 state = self.policy_state["damping"].of(group["name"])
                 group["damping"] = self.damping.update(float(group["damping"]), outcome, state)
-        return update.loss
+        return update.point.own_loss

@@ -108,6 +108,18 @@ def check_group(block: str, options: Mapping[str, Any]) -> None:
         "None or a pair (num_updates, max_cg_steps) of whole numbers",
     )
 
+    demand("weight_decay", lambda decay: 0 <= float(decay) < math.inf, "a number of at least 0")
+    demand("decoupled_weight_decay", lambda is_decoupled: isinstance(is_decoupled, bool), "True or False")
+
+
+NEW_OPTIONS: Mapping[str, Any] = {"weight_decay": 0.0, "decoupled_weight_decay": False}
+"""Options of a group that states of earlier versions do not have, and what stood for them."""
+
+
+def with_new_options(state_dict: dict[str, Any]) -> dict[str, Any]:
+    """A saved state of this version or an earlier one, with the options that have come since."""
+    return {**state_dict, "param_groups": [{**NEW_OPTIONS, **own} for own in state_dict["param_groups"]]}
+
 
 def check_is_state(state_dict: Any) -> None:
     """Raise where something else is given for a saved state."""

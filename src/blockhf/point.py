@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,7 +13,7 @@ from torch import Tensor
 from blockhf.batches import Share
 from blockhf.curvature import Curvature, Products
 from blockhf.isolation import frozen, twice_differentiable
-from blockhf.linalg import BlockOperator
+from blockhf.linalg import BlockOperator, Shifted
 from blockhf.objective import Evaluation
 from blockhf.policy import PolicyState
 from blockhf.samples import NORMS, Part, Samples
@@ -37,27 +37,38 @@ class Point:
         samples: The objective, the samples and the blocks.
         linearizer: The way to the curvature.
         origin: For each block, a flat copy of the parameters; ``None`` has it made.
+        weight_decay: By the names of blocks, the factors of L2 penalties ``factor * ||w||² / 2``, which are
+            part of loss, gradient and curvature.
 
     Attributes:
+        own_loss: The objective's own loss, without penalties, once ``gradient`` has been called.
         keeps_graph: Whether the curvature is taken from the very samples of the gradient, so that the two
             can share a forward pass.
     """
 
     keeps_graph: bool
+    own_loss: Tensor
 
     def __init__(
-        self, samples: Samples, linearizer: Linearizer, origin: Sequence[Tensor] | None = None
+        self,
+        samples: Samples,
+        linearizer: Linearizer,
+        origin: Sequence[Tensor] | None = None,
+        weight_decay: Mapping[str, float] | None = None,
     ) -> None:
         self.samples, self.linearizer, self.keeps_graph = samples, linearizer, False
         self.origin = [block.values() for block in samples.blocks] if origin is None else origin
         self.blocks = samples.blocks
+        self._weight_decay = weight_decay or {}
+        self.decays = [self._weight_decay.get(block.name, 0.0) for block in samples.blocks]
         self._buffers = samples.isolated()
         self._operator: BlockOperator | None = None
 
     def on(self, batch: Any, share: Share, **rest: Any) -> Point:
         """The same objective and parameters on other samples; arguments as for ``Samples.on``."""
         blocks = rest.get("blocks")
-        return Point(self.samples.on(batch, share, **rest), self.linearizer, None if blocks else self.origin)
+        samples = self.samples.on(batch, share, **rest)
+        return Point(samples, self.linearizer, None if blocks else self.origin, self._weight_decay)
 
     def apart(self, taken: tuple[Any, Share] | None) -> Point | None:
         """The same on samples of their own, of which gradient and curvature are both taken."""
@@ -88,8 +99,23 @@ class Point:
                     samples.keep(evaluation)
                 work.gradient_samples += evaluation.num_samples or 1
         work.num_gradients += 1
-        loss, *gradient = samples.ranks.sum([loss, *gradient])
-        return loss, gradient
+        self.own_loss, *gradient = samples.ranks.sum([loss, *gradient])
+        penalties = map(self.penalty_gradient, range(len(self.blocks)))
+        gradient = [
+            own if more is None else own + more for own, more in zip(gradient, penalties, strict=True)
+        ]
+        return self._penalized(self.own_loss), gradient
+
+    def penalty_gradient(self, index: int) -> Tensor | None:
+        """The gradient of a block's penalty, if it has one."""
+        return self.decays[index] * self.origin[index] if self.decays[index] else None
+
+    def _penalized(self, loss: Tensor, update: Sequence[Tensor] | None = None) -> Tensor:
+        for index, (decay, value) in enumerate(zip(self.decays, self.origin, strict=True)):
+            if decay:
+                moved = value if update is None else value + update[index]
+                loss = loss + (decay / 2 * (moved @ moved)).to(loss)
+        return loss
 
     def loss_at(self, update: Sequence[Tensor]) -> Tensor:
         """The loss at the parameters plus ``update``; the parameters stay.
@@ -113,7 +139,7 @@ class Point:
         samples.ledger.work.num_evaluations += 1
         samples.ledger.work.evaluated_samples += samples.num_samples
         (total,) = samples.ranks.sum([loss])
-        return total
+        return self._penalized(total, update)
 
     @contextlib.contextmanager
     def linearize(self, num_products: Sequence[int] = ()) -> Iterator[BlockOperator]:
@@ -128,6 +154,8 @@ class Point:
         budget = num_products or [0] * len(self.blocks)
         operator = own.products.linearize(own.curvature, self.samples, budget, own.state)
         self._operator = self.samples.ranks.sum_operator(operator)
+        if any(self.decays):
+            self._operator = Shifted(self._operator, self.decays)
         try:
             yield self._operator
         finally:

@@ -106,7 +106,16 @@ class Update:
         if not relative:
             return values
         scales = [operator.mean_diagonal(place, self.gradient[index]) for place, index in enumerate(mine)]
-        return [value * abs(scale) for value, scale in zip(values, scales, strict=True)]
+        decays = [self.point.decays[index] for index in mine]
+        return [value * (abs(scale) + own) for value, scale, own in zip(values, scales, decays, strict=True)]
+
+    def decayed(self, changes: Sequence[Tensor]) -> list[Tensor]:
+        """An update with the shrinkage of blocks whose weight decay is decoupled."""
+        found = []
+        for change, value, group in zip(changes, self.point.origin, self.groups, strict=True):
+            rate = float(group["lr"]) * float(group["weight_decay"]) * bool(group["decoupled_weight_decay"])
+            found.append(change.sub(value, alpha=rate) if rate else change)
+        return found
 
     @property
     def failed(self) -> bool:
@@ -126,12 +135,16 @@ class Update:
         """At an objective's first step, look for what would go wrong in silence.
 
         Args:
-            operator: The curvature of some blocks.
+            operator: The curvature of some blocks, without penalties.
             mine: Which blocks these are.
         """
         samples = self.point.samples
         if not samples.structure.is_checked:
-            gradient = [self.gradient[index] for index in mine]
+            penalties = [self.point.penalty_gradient(index) for index in mine]
+            gradient = [
+                self.gradient[index] if penalty is None else self.gradient[index] - penalty
+                for index, penalty in zip(mine, penalties, strict=True)
+            ]
             with samples.ledger.once():
                 self.warn(samples.wrong_with_parts())
                 self.warn(

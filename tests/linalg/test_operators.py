@@ -26,6 +26,7 @@ from blockhf.linalg import (
     LinearOperator,
     Root,
     Scaled,
+    Shifted,
 )
 from blockhf.meshes import SumOverRanks
 from blockhf.ranks import Alone
@@ -199,6 +200,7 @@ def test_stored_blocks_alone_have_no_product_between_them() -> None:
 WRAPPERS: dict[type[ForwardingOperator], Callable[[BlockOperator], ForwardingOperator]] = {
     ForwardingOperator: ForwardingOperator,
     Scaled: lambda inner: Scaled(inner, 1.0),
+    Shifted: lambda inner: Shifted(inner, [0.0, 0.0]),
     Described: lambda inner: Described(inner, lambda: [inner.note(0), inner.note(1)]),
     CountedProducts: CountedProducts,
     SumOverRanks: lambda inner: SumOverRanks(inner, Alone(), torch.device("cpu")),
@@ -260,6 +262,32 @@ def test_a_scaled_matrix_is_scaled_in_every_respect(weight: float) -> None:
     assert own is not None
     torch.testing.assert_close(own, weight * stored)
     assert scaled.dense(1) is None
+
+
+def test_a_shifted_matrix_is_shifted_in_every_respect() -> None:
+    inner, shifts = Able(), [0.5, 2.0]
+    shifted = Shifted(inner, shifts)
+    for block in (0, 1):
+        torch.testing.assert_close(
+            shifted.product(block, block, V[:2]), inner.product(block, block, V[:2]) + shifts[block] * V[:2]
+        )
+        torch.testing.assert_close(
+            shifted.products(block, block, W), inner.products(block, block, W) + shifts[block] * W
+        )
+        assert shifted.mean_diagonal(block, V[:2]) == inner.mean_diagonal(block, V[:2]) + shifts[block]
+        assert shifted.has_influence(block)
+        assert shifted.root(block) is None
+    torch.testing.assert_close(shifted.product(0, 1, V[:2]), inner.product(0, 1, V[:2]))
+    whole = torch.zeros(4, 3, dtype=torch.float64)
+    for index, (column, vector) in enumerate(zip(COLUMNS, VECTORS, strict=True)):
+        whole[ROWS[column], index] = vector
+    added = whole.T @ torch.diag(torch.tensor([0.5, 0.5, 2.0, 2.0], dtype=torch.float64)) @ whole
+    torch.testing.assert_close(shifted.gram(COLUMNS, VECTORS), gram_by_hand() + added)
+    stored, own = inner.dense(0), shifted.dense(0)
+    assert stored is not None
+    assert own is not None
+    torch.testing.assert_close(own, stored + 0.5 * torch.eye(len(stored), dtype=stored.dtype))
+    assert shifted.dense(1) is None
 
 
 def test_notes_are_written_when_they_are_asked_for() -> None:

@@ -95,10 +95,34 @@ Pair = Callable[[str], list[Any]]
 def pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
     """What two ranks found in the tasks with a test of their own."""
     folder = tmp_path_factory.mktemp("pair")
-    names = ("states", "frozen_and_given", "added", "differences", "noisy")
+    names = ("states", "frozen_and_given", "added", "differences", "noisy", "decayed")
     tasks = [(name, str(folder / "saved")) if name == "states" else (name,) for name in names]
     started = ranks.run(2, "mesh_tasks:several", folder, *tasks)
     return lambda name: [own[names.index(name)] for own in started]
+
+
+def test_weight_decay_on_a_mesh_is_that_of_the_dense_solve(pair: Pair) -> None:
+    model, objective_for, batch = make()
+    outputs, loss = objective_for("mean")(batch)
+    params = list(model.parameters())
+    g = flat(torch.autograd.grad(loss, params, retain_graph=True))
+    rows = [flat(torch.autograd.grad(own, params, retain_graph=True)) for own in outputs.flatten()]
+    J, probabilities = torch.stack(rows).view(*outputs.shape, -1), outputs.softmax(1).detach()
+    H = torch.diag_embed(probabilities) - probabilities[:, :, None] * probabilities[:, None, :]
+    G = torch.einsum("nij,nik,nkl->jl", J, H, J) / NUM_SAMPLES
+    expected, start = [], 0
+    for number, group in enumerate(blocks.by_layer(model)):
+        own = slice(start, start + sum(param.numel() for _, param in group["params"]))
+        eye = torch.eye(own.stop - own.start, dtype=G.dtype)
+        w = flat([param for _, param in group["params"]])
+        damped = G[own, own] + (0.1 * number + 1e-3) * eye
+        expected.append(torch.linalg.solve(damped, -(g[own] + 0.1 * number * w)))
+        start = own.stop
+    for found in pair("decayed"):
+        assert len(found) == 10
+        for way, directions in found.items():
+            for own, right in zip(directions.split([len(each) for each in expected]), expected, strict=True):
+                assert float((own - right).norm()) <= 1e-10 * float(right.norm()), way
 
 
 @pytest.mark.slow

@@ -80,7 +80,8 @@ def setting(message: str, **settings: Any) -> Misuse:
 
 def unknown(*names: str) -> Misuse:
     """Options that other optimizers have."""
-    have = "lr, damping, max_cg_steps, cg_rtol, cg_progress, warm_start, slow_start"
+    have = "lr, damping, max_cg_steps, cg_rtol, cg_progress, warm_start, slow_start, weight_decay, "
+    have += "decoupled_weight_decay"
     some = f"option{'s' if len(names) > 1 else ''} {', '.join(names)}"
     message = f"Block 'all' has the {some}, which BlockHF does not have. A group may have {have}."
 
@@ -194,11 +195,10 @@ CONSTRUCTIONS: dict[str, Misuse] = {
         make(lambda model: [model[0].weight, nn.Parameter(torch.zeros(3, device="meta"))]),
     ),
     "a computed tensor": refused("non-leaf", make(lambda model: [model[0].weight * 2])),
-    "weight decay": unknown("weight_decay"),
     "momentum": unknown("momentum"),
     "Adam's options": unknown("betas", "eps"),
     "an unknown option of all groups": refused(
-        "unexpected keyword argument 'weight_decay'", make(blocks.single, weight_decay=0.1), TypeError
+        "unexpected keyword argument 'nesterov'", make(blocks.single, nesterov=True), TypeError
     ),
 }
 
@@ -210,6 +210,9 @@ OPTIONS: dict[str, Misuse] = {
     "an lr that is a word": option("lr", "fast", AT_LEAST_0),
     "an infinite damping": option("damping", math.inf, AT_LEAST_0),
     "a damping that is no number": option("damping", math.nan, AT_LEAST_0),
+    "a negative weight decay": option("weight_decay", -1e-4, AT_LEAST_0),
+    "a weight decay that is no number": option("weight_decay", math.nan, AT_LEAST_0),
+    "a decoupled weight decay that is a number": option("decoupled_weight_decay", 0.1, "True or False"),
     "no CG steps": option("max_cg_steps", 0, "a whole number of at least 1"),
     "half a CG step": option("max_cg_steps", 2.5, "a whole number of at least 1"),
     "a tolerance of 1": option("cg_rtol", 1.0, BELOW_1),

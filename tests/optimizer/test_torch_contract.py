@@ -28,7 +28,6 @@ LEFT_OUT: dict[str, str] = {
     "foreach, fused and capturable agree with the plain loop": "there is one implementation",
     "differentiable": "a step through the optimizer has no meaning with conjugate gradients in it",
     "maximize": "not an option: the matrix has to be positive; give the loss the other sign",
-    "weight decay of a group": "not an option, and refused: add it to the loss, so that the curvature has it",
     "complex parameters": "refused: only real parameters can be optimized (test_misuse)",
     "sparse gradients": "refused: build the layer with sparse=False (test_misuse)",
     "a step without gradients moves nothing": "gradients are the optimizer's own; .grad is not read",

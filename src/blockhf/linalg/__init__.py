@@ -14,6 +14,7 @@ from blockhf.linalg.operators import (
     LinearOperator,
     Root,
     Scaled,
+    Shifted,
     factorizable,
 )
 from blockhf.linalg.solvers import Cholesky, ConjugateGradient, Precondition, Solver, System
@@ -33,6 +34,7 @@ __all__ = [
     "Precondition",
     "Root",
     "Scaled",
+    "Shifted",
     "Solution",
     "Solver",
     "Status",

@@ -190,6 +190,49 @@ class Scaled(ForwardingOperator):
         return result * self.weight if self.weight else torch.zeros_like(result)
 
 
+class Shifted(ForwardingOperator):
+    """Another matrix with a number added to the diagonal of each block.
+
+    >>> Shifted(DenseBlocks({0: torch.eye(2)}), [0.5]).product(0, 0, torch.ones(2))
+    tensor([1.5000, 1.5000])
+    """
+
+    def __init__(self, operator: BlockOperator, shifts: Sequence[float]) -> None:
+        super().__init__(operator)
+        self.shifts = shifts
+
+    def product(self, row: int, column: int, vector: Tensor) -> Tensor:
+        return self._shifted(super().product(row, column, vector), row, column, vector)
+
+    def products(self, row: int, column: int, vectors: Tensor) -> Tensor:
+        return self._shifted(super().products(row, column, vectors), row, column, vectors)
+
+    def gram(self, columns: Sequence[int], vectors: Sequence[Tensor]) -> Tensor:
+        pairs = list(zip(columns, vectors, strict=True))
+        inner = [
+            [self.shifts[row] * (u @ v) if row == column else u.new_zeros(()) for column, v in pairs]
+            for row, u in pairs
+        ]
+        return super().gram(columns, vectors) + torch.stack([torch.stack(own) for own in inner])
+
+    def dense(self, block: int) -> Tensor | None:
+        matrix = super().dense(block)
+        return None if matrix is None else plus_diagonal(matrix, self.shifts[block])
+
+    def root(self, block: int) -> Root | None:
+        """Only where nothing is added: the sum's root would have a row for each parameter."""
+        return None if self.shifts[block] else super().root(block)
+
+    def mean_diagonal(self, block: int, like: Tensor) -> float:
+        return super().mean_diagonal(block, like) + self.shifts[block]
+
+    def has_influence(self, block: int) -> bool:
+        return self.shifts[block] != 0 or super().has_influence(block)
+
+    def _shifted(self, result: Tensor, row: int, column: int, vector: Tensor) -> Tensor:
+        return result.add(vector, alpha=self.shifts[row]) if row == column else result
+
+
 class Described(ForwardingOperator):
     """A matrix with a note on each of its blocks, written when the report asks for it."""
 
@@ -257,6 +300,13 @@ class DenseBlocks(BlockOperator):
 
     def dense(self, block: int) -> Tensor | None:
         return self.stored.get(block)
+
+
+def plus_diagonal(matrix: Tensor, shift: float) -> Tensor:
+    """A copy of the matrix with a number added to its diagonal."""
+    result = matrix.clone()
+    result.diagonal().add_(shift)
+    return result
 
 
 def factorizable(matrix: Tensor) -> Tensor:

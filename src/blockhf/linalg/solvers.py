@@ -17,6 +17,7 @@ from blockhf.linalg.operators import (
     LinearOperator,
     Root,
     factorizable,
+    plus_diagonal,
 )
 from blockhf.policy import Policy, State
 
@@ -29,7 +30,9 @@ class System:
         operator: The matrix of all blocks.
         index: The block.
         rhs: The right-hand side.
-        damping: Added to the diagonal.
+        damping: Added to the diagonal, weight decay included.
+        weight_decay: How much of that is the curvature of an L2 penalty, and not damping.
+        penalty: The penalty's gradient, which is part of ``-rhs``, if there is one.
         start: Where to start; ``None`` stands for zero.
         preconditioner: An approximate inverse of the damped matrix.
         rtol: As for ``conjugate_gradient``.
@@ -41,6 +44,8 @@ class System:
     index: int
     rhs: Tensor
     damping: float = 0.0
+    weight_decay: float = 0.0
+    penalty: Tensor | None = None
     start: Tensor | None = None
     preconditioner: LinearOperator | None = None
     rtol: float = 0.0
@@ -57,7 +62,7 @@ class System:
         matrix = self.operator.dense(self.index)
         if matrix is None:
             return None
-        return matrix + self.damping * torch.eye(len(matrix), dtype=matrix.dtype, device=matrix.device)
+        return plus_diagonal(matrix, self.damping)
 
 
 class Solver(Policy):
@@ -176,12 +181,19 @@ def _by_root(system: System, *, rescales: bool) -> Solution | None:
     factor = _cholesky(root.smaller, system.damping)
     if factor is None:
         return None
+
+    def inverted(vector: Tensor) -> Tensor:  # Woodbury
+        inner = torch.cholesky_solve((R @ vector)[:, None], factor)[:, 0]
+        return (vector - R.T @ inner) / system.damping
+
     if not root.is_wide:
         x = torch.cholesky_solve(b[:, None], factor)[:, 0]
-    elif _is_gradient(R, s, -b):
+    elif _is_gradient(R, s, -b if system.penalty is None else -b - system.penalty):
         x = -(R.T @ torch.cholesky_solve(s[:, None], factor)[:, 0])  # b = -Rᵀ s, so nothing is subtracted
-    elif system.damping > 0:  # Woodbury
-        x = (b - R.T @ torch.cholesky_solve((R @ b)[:, None], factor)[:, 0]) / system.damping
+        if system.penalty is not None:
+            x = x - inverted(system.penalty)
+    elif system.damping > 0:
+        x = inverted(b)
     else:
         return None
     if not bool(x.isfinite().all()):
@@ -198,6 +210,10 @@ def _by_root(system: System, *, rescales: bool) -> Solution | None:
 
 def _in_own_units(system: System, root: Root) -> Solution | None:
     """The solution with each parameter in units in which its curvature is 1."""
+    if system.penalty is not None:
+        root = _with_penalty(root, system.weight_decay, system.penalty)
+        damping = max(0.0, system.damping - system.weight_decay)
+        system = replace(system, damping=damping, weight_decay=0.0, penalty=None)
     units = torch.linalg.vector_norm(root.rows, dim=0)
     units = torch.where(units > 0, units, 1.0)
     scaled = Root(root.rows / units, root.slopes)
@@ -211,6 +227,13 @@ def _in_own_units(system: System, root: Root) -> Solution | None:
     # As if the damping were that of the system, which those who ask for the curvature take away again.
     model = 0.5 * (image @ image + system.damping * (x @ x)) - system.rhs @ x
     return replace(solution, x=x, model=float(model))
+
+
+def _with_penalty(root: Root, weight_decay: float, penalty: Tensor) -> Root:
+    """The root of the matrix with the penalty's curvature: it has one more row for each parameter."""
+    scale = weight_decay**0.5
+    rows = torch.eye(len(penalty), dtype=penalty.dtype, device=penalty.device) * scale
+    return Root(torch.cat([root.rows, rows]), torch.cat([root.slopes, penalty / scale]))
 
 
 class _Rooted(BlockOperator):
