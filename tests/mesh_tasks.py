@@ -362,7 +362,11 @@ def noisy() -> dict[str, Any]:
         optimizer.step(objective_for("mean"), batch)
         assert optimizer.report is not None
         sizes.append(optimizer.report.work["gradient_batch"])
-    return {"sizes": sizes, "parameters": flat(list(model.parameters())), "report": str(optimizer.report)}
+    return {
+        "sizes": sizes,
+        "parameters": flat(list(model.parameters())),
+        "report": optimizer.report.details(),
+    }
 
 
 def killed(where: str, shape: tuple[int, int]) -> None:

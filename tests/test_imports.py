@@ -24,7 +24,7 @@ FLOORS = [
     {"policies"},
     {"plan"},
     {"meshes"},
-    {"update", "options"},
+    {"hints", "options", "update"},
     {"bookkeeping"},
     {"methods"},
     {"optimizer"},

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -51,10 +52,19 @@ ACCEPTED = StepReport(
 REJECTED = StepReport(step=1, accepted=False, reason="the loss is not finite", loss=math.nan)
 
 
-def test_a_report_reads_as_one_line_for_the_step_one_per_block_and_one_for_the_cost() -> None:
-    step, encoder, head, cost = str(ACCEPTED).splitlines()
-    assert step == "step 12: loss 2.5 -> 2.25, ratio 0.50, accepted: shrunk to 0.5 (2.00 s)"
-    assert cost.strip() == "gradient 0.25 s / 1 MiB, solve 1.50 s / 300 MiB, search 0.25 s"
+def test_a_report_is_one_line() -> None:
+    assert str(ACCEPTED) == (
+        "step 12: loss 2.5 -> 2.25; 37 CG steps, shrunk to 0.5; 2.00 s; "
+        "block head met curvature that is not positive"
+    )
+    assert str(REJECTED) == "step 1: loss nan; rejected: the loss is not finite; 0.00 s"
+
+
+def test_details_have_a_line_per_block_and_one_for_the_cost() -> None:
+    step, model, encoder, head, cost = ACCEPTED.details().splitlines()
+    assert step == str(ACCEPTED)
+    assert model == "  model: ratio 0.50"
+    assert cost == "  time: gradient 0.25 s / 1 MiB, solve 1.50 s / 300 MiB, search 0.25 s"
     for line, facts in [
         (
             encoder,
@@ -64,11 +74,51 @@ def test_a_report_reads_as_one_line_for_the_step_one_per_block_and_one_for_the_c
     ]:
         assert [fact for fact in facts if fact not in line] == []
     assert "model -0.125" in encoder  # the model falls
-    assert encoder.index("CG steps") == head.index("CG steps")
 
 
-def test_a_report_of_a_rejected_step_says_why() -> None:
-    assert str(REJECTED) == "step 1: loss nan, rejected: the loss is not finite (0.00 s)"
+def test_what_is_said_once_and_what_was_spent_have_their_places() -> None:
+    work = {"gradient_batch": 1200, "curvature_batch": 600}
+    report = replace(
+        ACCEPTED, setup={"tracing": 1.26}, hints=["use blocks."], warnings=["bad."], spent="40 %", work=work
+    )
+    assert "; tracing took 1.3 s, once" in str(report).splitlines()[0]
+    assert str(report).splitlines()[1:] == ["  warning: bad.", "  hint: use blocks."]
+    for line in ("  samples: gradient 1,200, curvature 600", "  spent: 40 %"):
+        assert line in report.details().splitlines()
+
+
+def test_a_way_to_products_that_all_blocks_share_is_named_once() -> None:
+    ways = [replace(ENCODER, products="traced"), replace(HEAD, products="traced")]
+    assert replace(ACCEPTED, blocks=ways).details().count("traced") == 1
+    ways[1] = replace(HEAD, products="formed")
+    assert replace(ACCEPTED, blocks=ways).details().splitlines()[2].endswith("taken 0.5; traced")
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"num_steps": 0}, "solved exactly"),
+        ({"num_steps": 0, "norm": 0.0}, "no gradient"),
+        ({"num_steps": 0, "status": "step limit"}, "preconditioned gradient"),
+        ({"num_steps": 0, "status": "no influence"}, "0 CG steps, no influence"),
+    ],
+)
+def test_a_block_without_cg_steps_says_how_it_was_solved(change: dict[str, Any], words: str) -> None:
+    assert replace(ENCODER, **change).solved == words
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "label"),
+    [
+        ("0", "Linear", "0: Linear"),
+        ("layers.3", "Block", "layers.3: Block"),
+        ("block0", "Sequential", "block0: Sequential"),
+        ("encoder", "Sequential", "encoder"),
+        ("0", "", "0"),
+    ],
+)
+def test_numbers_for_names_come_with_the_class_of_the_module(name: str, kind: str, label: str) -> None:
+    assert replace(ENCODER, name=name, kind=kind).label == label
 
 
 def test_totals_are_sums_over_phases_and_blocks() -> None:

@@ -34,6 +34,8 @@ class Work:
 class Ledger:
     """Adds up the operations of a step. Each kind of work is counted the first time it is done.
 
+    ``setup`` has seconds, for the report alone: of what this step did and later ones need not do again.
+
     What is known is remembered by the kind of work, the key that its caller gives, and the scope: all
     else that a count depends on (the objective, modes of modules, which parameters are trained).
 
@@ -49,6 +51,7 @@ class Ledger:
     def __init__(self) -> None:
         self.totals: dict[str, int] = {}
         self.work = Work()
+        self.setup: dict[str, float] = {}
         self._scope = 0
         self._scopes: dict[Hashable, int] = {}
         self._known: dict[Hashable, int] = {}
@@ -57,7 +60,7 @@ class Ledger:
     def begin(self, scope: Hashable) -> None:
         """Start a step."""
         self.totals.clear()
-        self.work = Work()
+        self.work, self.setup = Work(), {}
         self._scope = self._scopes.setdefault(scope, len(self._scopes))  # a number, as it is often looked up
         self._inside = False
 

@@ -96,8 +96,8 @@ def check_objective(objective: Any) -> None:
     if not callable(objective):
         kind = "None" if objective is None else f"a {type(objective).__name__}"
         raise ValueError(
-            f"The objective is {kind}, which cannot be called. Pass a function that returns outputs "
-            "and loss: optimizer.step(objective, batch)."
+            f"The objective is {kind}, which cannot be called. Pass the function that returns outputs "
+            "and loss, not what it returns: optimizer.step(objective, batch)."
         )
 
 
@@ -160,8 +160,8 @@ def check_outputs(evaluation: Evaluation, *, twice_in_loss: bool = True) -> None
     outputs, loss = evaluation.outputs, evaluation.loss
     if not outputs:
         raise ValueError(
-            "The objective gave no outputs that can be differentiated, so there is nothing to take J of. "
-            + _WRITE
+            "The objective gave no outputs that can be differentiated, so there is nothing to take J of. A "
+            f"closure for torch.optim.LBFGS returns the loss alone; here outputs come with it. {_WRITE}"
         )
     edges = [_edge(output) for output in outputs]
     behind_loss = _ancestors(loss) if loss.requires_grad else set()

@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from blockhf.batches import Share, batch_size, check_curvature_batch
 from blockhf.blocks import Block
 from blockhf.curvature import Auto, Curvature, GaussNewton, Products
+from blockhf.hints import at_first_step
 from blockhf.isolation import Restored
 from blockhf.linalg import Cholesky, CountedProducts, Shifted, Solution, Solver, Status, System
 from blockhf.meshes import SolvedBlock
@@ -361,7 +362,10 @@ class BlockHF(NamedMethods):
                 update.compare_with_last(memory)
         done = max(self._updates(param) for block in update.blocks for param in block.params)
         step = done if accepted else done + 1
-        self.report = update.report(step, accepted=accepted, traffic=self.mesh.traffic())
+        hints: Sequence[str] = ()
+        if self.report is None:
+            hints = at_first_step(update.groups, self.search, update.plan, self.population)
+        self.report = update.report(step, accepted=accepted, traffic=self.mesh.traffic(), hints=hints)
         if update.is_sound:
             add_up = self.mesh.add_up if self.sampling.needs_signal else list
             self.sampling.update(update.cost(add_up), self.policy_state["sampling"].shared)

@@ -95,6 +95,10 @@ class Plan:
         return sum(self.curvature.counts)
 
     @property
+    def num_held_out(self) -> int:
+        return 0 if self.held_out is None else sum(self.held_out.counts)
+
+    @property
     def shares_samples(self) -> bool:
         """Whether the curvature is that of the very samples of the gradient."""
         return self.curvature is self.gradient

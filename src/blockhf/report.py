@@ -16,6 +16,8 @@ import torch
 
 from blockhf._torch import peak_memory, reset_peak_memory
 
+_WITHOUT_CG = {"converged": "solved exactly", "step limit": "preconditioned gradient"}
+
 
 @dataclass(frozen=True)
 class BlockReport:
@@ -33,6 +35,7 @@ class BlockReport:
         norm: Length of the direction.
         coefficient: The share of the direction that was taken; zero in a rejected step.
         products: How the products were made, and why so.
+        kind: The class of the module that the block is, where it is one.
     """
 
     name: str
@@ -46,6 +49,27 @@ class BlockReport:
     norm: float
     coefficient: float = 0.0
     products: str = ""
+    kind: str = ""
+
+    @property
+    def label(self) -> str:
+        """The name, with the class of the module where the name is but a number."""
+        numbered = self.name.rpartition(".")[2].removeprefix("block").isdigit()
+        return f"{self.name}: {self.kind}" if numbered and self.kind else self.name
+
+    def __str__(self) -> str:
+        figures = (
+            f"residual {self.residual:.1e}, damping {self.damping:.2g}, |d| {self.norm:.3g}, model "
+            f"{-self.decrease:+.3g}, taken {self.coefficient:.3g}"
+        )
+        return f"{self.solved}, {figures}"
+
+    @property
+    def solved(self) -> str:
+        """How the direction came about: by CG, or without it."""
+        if self.num_steps == 0 and self.status in _WITHOUT_CG:
+            return _WITHOUT_CG[self.status] if self.norm > 0 else "no gradient"
+        return f"{self.num_steps} CG steps, {self.status}"
 
 
 @dataclass(frozen=True)
@@ -77,6 +101,9 @@ class StepReport:
             those of checks that a process makes once are not in the total.
         phases: Time and peak memory of each phase.
         warnings: What looks wrong, in sentences; usually nothing.
+        hints: What a newcomer may want to know, in sentences; at the first step alone.
+        setup: Seconds of this step that later steps do not need again, by what they were spent on.
+        spent: What the step was allowed to cost, and why, in words.
     """
 
     step: int
@@ -93,6 +120,9 @@ class StepReport:
     work: dict[str, int] = field(default_factory=dict)
     phases: dict[str, Phase] = field(default_factory=dict)
     warnings: Sequence[str] = ()
+    hints: Sequence[str] = ()
+    setup: dict[str, float] = field(default_factory=dict)
+    spent: str = ""
 
     @property
     def seconds(self) -> float:
@@ -108,33 +138,71 @@ class StepReport:
         """Numbers, strings, lists and dicts alone, fit for JSON: a number that is not finite is a string."""
         return {**_plain(dataclasses.asdict(self)), "seconds": self.seconds}
 
+    def unusual(self) -> list[str]:
+        """What is out of the ordinary, in clauses; usually nothing.
+
+        >>> StepReport(1, True, "first try", 2.0, ratio=0.1).unusual()
+        ['the loss fell by 10 % of what the model foretold']
+        """
+        found = [f"{what} took {seconds:.1f} s, once" for what, seconds in self.setup.items()]
+        if self.ratio is not None and self.ratio < 0.25:
+            found.append(f"the loss fell by {self.ratio:.0%} of what the model foretold".replace("%", " %"))
+        for status, words in _STATUSES.items():
+            if names := [block.label for block in self.blocks if block.status == status]:
+                found.append(f"{_listed(names)} {words}")
+        return found
+
     def __str__(self) -> str:
+        """The step in one line; below it what is said once."""
         after = "" if self.loss_after is None else f" -> {self.loss_after:.6g}"
         if self.loss_before is not None:
             after = f", {self.compared} {self.loss_before:.6g}{after}"
-        ratio = "" if self.ratio is None else f", ratio {self.ratio:.2f}"
-        verdict = "accepted" if self.accepted else "rejected"
-        lines = [
-            f"step {self.step}: loss {self.loss:.6g}{after}{ratio}, {verdict}: {self.reason} "
-            f"({self.seconds:.2f} s)"
-        ]
+        num_steps = sum(block.num_steps for block in self.blocks)
+        done = [f"{num_steps} CG steps"] if num_steps else list({block.solved: None for block in self.blocks})
+        done.append(self.reason if self.accepted else f"rejected: {self.reason}")
+        parts = [f"step {self.step}: loss {self.loss:.6g}{after}", ", ".join(done), f"{self.seconds:.2f} s"]
+        lines = ["; ".join([*parts, *self.unusual()])]
         lines += [f"  warning: {warning}" for warning in self.warnings]
-        width = max((len(block.name) for block in self.blocks), default=0)
-        for block in self.blocks:
-            lines.append(
-                f"  {block.name:<{width}}  {block.num_steps:3d} CG steps, {block.status}, residual "
-                f"{block.residual:.1e}, damping {block.damping:.2g}, |d| {block.norm:.3g}, "
-                f"model {-block.decrease:+.3g}, taken {block.coefficient:.3g}"
-                + (f"; {block.products}" if block.products else "")
-            )
-        spent = [
+        return "\n".join(lines + [f"  hint: {hint}" for hint in self.hints])
+
+    def details(self) -> str:
+        """The step block by block, with samples, time and memory; docs/howto/report.md explains the figures.
+
+        >>> print(StepReport(1, True, "fixed step", 2.0, spent="a gradient").details())
+        step 1: loss 2; fixed step; 0.00 s
+          spent: a gradient
+        """
+        lines = [str(self)]
+        samples = [f"{kind} {self.work[key]:,}" for kind, key in _SAMPLES.items() if key in self.work]
+        quality = [f"ratio {self.ratio:.2f}"] if self.ratio is not None else []
+        quality += [f"signal {self.signal:.2f}"] if self.signal is not None else []
+        times = [
             f"{name} {phase.seconds:.2f} s"
             + ("" if phase.peak_bytes is None else f" / {phase.peak_bytes / 2**20:.0f} MiB")
             for name, phase in self.phases.items()
         ]
-        if spent:
-            lines.append("  " + ", ".join(spent))
-        return "\n".join(lines)
+        rows = {"samples": samples, "model": quality, "spent": [self.spent] if self.spent else []}
+        lines += [f"  {name}: {', '.join(values)}" for name, values in rows.items() if values]
+        width = max((len(block.label) for block in self.blocks), default=0)
+        ways = {block.products: None for block in self.blocks}
+        same = next(iter(ways)) if len(ways) == 1 else ""
+        for block in self.blocks:
+            own = f"; {block.products}" if block.products and not same else ""
+            lines.append(f"  {block.label:<{width}}  {block}{own}")
+        lines += [f"  products: {same}"] if same else []
+        return "\n".join([*lines, f"  time: {', '.join(times)}"] if times else lines)
+
+
+_SAMPLES = {"gradient": "gradient_batch", "curvature": "curvature_batch", "held out": "held_out_batch"}
+_STATUSES = {
+    "no influence": "has no influence on the outputs",
+    "nonpositive curvature": "met curvature that is not positive",
+}
+
+
+def _listed(names: Sequence[str]) -> str:
+    shown = ", ".join(names[:3]) + (", …" if len(names) > 3 else "")
+    return f"block{'s' if len(names) > 1 else ''} {shown}"
 
 
 class Stopwatch:

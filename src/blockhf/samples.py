@@ -82,6 +82,7 @@ class Structure:
     num_outputs: int = 0
     num_nodes: int = 0
     is_checked: bool = False
+    _kinds: dict[frozenset[Tensor], str] = field(default_factory=dict)
 
     @property
     def is_known(self) -> bool:
@@ -92,6 +93,16 @@ class Structure:
         self.modules = list(dict.fromkeys([*inner, *self.referenced]))
         self.num_outputs = sum(map(Tensor.numel, evaluation.outputs)) // (evaluation.num_samples or 1)
         self.num_nodes = num_nodes(evaluation)
+
+    def kind_of(self, block: Block) -> str:
+        """The class of the innermost module that has just the parameters of a block, if there is one."""
+        wanted = frozenset(block.params)
+        if wanted not in self._kinds:
+            for module in self.modules:  # the outer ones come first
+                own = frozenset(param for param in module.parameters() if param.requires_grad)
+                self._kinds[own] = type(module).__name__
+            self._kinds.setdefault(wanted, "")
+        return self._kinds[wanted]
 
     def modes(self) -> Hashable:
         """Whether the modules are being trained, and which of their parameters.

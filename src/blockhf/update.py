@@ -245,7 +245,9 @@ class Update:
         signal = None if self.choice is None else self.choice.signal
         return StepCost(number, signal, rest, self.population or math.inf)
 
-    def report(self, step: int, *, accepted: bool, traffic: dict[str, int]) -> StepReport:
+    def report(
+        self, step: int, *, accepted: bool, traffic: dict[str, int], hints: Sequence[str] = ()
+    ) -> StepReport:
         choice = self.choice
         assert choice is not None
         return StepReport(
@@ -265,9 +267,12 @@ class Update:
                 **traffic,
                 "gradient_batch": self.plan.num_gradient,
                 "curvature_batch": self.plan.num_curvature,
+                "held_out_batch": self.plan.num_held_out,
             },
             phases=self.watch.phases,
             warnings=tuple(self.warnings),
+            hints=tuple(hints),
+            setup=dict(self.point.samples.ledger.setup),
         )
 
     def _block_reports(self, choice: Choice) -> list[BlockReport]:
@@ -290,6 +295,7 @@ class Update:
                     norm=proposal.norm,
                     coefficient=share,
                     products=solved.note,
+                    kind=self.point.samples.structure.kind_of(block),
                 )
             )
         return reports

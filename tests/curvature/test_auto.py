@@ -49,7 +49,7 @@ def test_a_small_block_is_formed_and_a_large_one_is_traced_and_the_report_says_s
     assert first.startswith("traced")
     assert middle.startswith("traced")
     assert last.startswith("formed, 12 x 12: cheaper than 100 products")
-    assert "formed" in str(optimizer.report)
+    assert "formed" in optimizer.report.details()
 
 
 @pytest.mark.usefixtures("nothing_is_too_small")

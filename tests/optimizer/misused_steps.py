@@ -262,8 +262,8 @@ OBJECTIVES: dict[str, Misuse] = {
 
 CALLS: dict[str, Misuse] = {
     "no closure": calls(
-        r"The objective is None, which cannot be called\. Pass a function that returns outputs and loss: "
-        r"optimizer\.step\(objective, batch\)\.",
+        r"The objective is None, which cannot be called\. Pass the function that returns outputs and loss, "
+        r"not what it returns: optimizer\.step\(objective, batch\)\.",
         lambda optimizer, task: optimizer.step(None),
     ),
     "no argument at all": calls(

@@ -17,6 +17,7 @@ from torch.func import functional_call, grad, vmap
 from blockhf.batches import rebuild, take, tensors_of
 from blockhf.blocks import Block
 from blockhf.curvature.host import Host
+from blockhf.curvature.reasons import in_words
 from blockhf.curvature.rewrites import record
 from blockhf.fx_graphs import TracingError
 from blockhf.isolation import twice_differentiable
@@ -119,13 +120,13 @@ class PerSampleJacobian:
             return self._differentiated(recorded or self._run, inputs, directions)
         except Exception as error:  # whatever an operation without a batching rule may raise
             if recorded is not None:
-                raise FormingError(_reason(error)) from error
+                raise FormingError(in_words(error)) from error
         try:
             recorded = self._cache.setdefault("one sample", {})[self._key] = self._record(inputs)
             return self._differentiated(recorded, inputs, directions)
         except Exception as error:
             self._cache.get("one sample", {}).pop(self._key, None)
-            raise FormingError(_reason(error)) from error
+            raise FormingError(in_words(error)) from error
 
     def _differentiated(
         self, outputs: Outputs, inputs: Sequence[Tensor], directions: Tensor
@@ -168,7 +169,3 @@ class PerSampleJacobian:
                 graph.graph.erase_node(node)
         graph.recompile()
         return lambda values, sample: graph(list(values), list(sample))
-
-
-def _reason(error: Exception) -> str:
-    return f"{type(error).__name__}: {str(error).strip().splitlines()[0]}"

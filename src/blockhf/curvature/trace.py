@@ -13,6 +13,7 @@ from blockhf.batches import batch_size, rebuild, tensors_of
 from blockhf.blocks import Block
 from blockhf.curvature.base import Curvature, JacobianForm, coarsest, inner
 from blockhf.curvature.host import Host
+from blockhf.curvature.reasons import in_words
 from blockhf.curvature.rewrites import extract, functional, hoist, record, restrict, simplify, write_results
 from blockhf.flops import entries_besides, flops_of_graph
 from blockhf.fx_graphs import TracingError, dependent_on, is_mutable, reuse_memory
@@ -58,7 +59,6 @@ class Trace:
         self._split(recorded, sum(self._sizes) + len(self._host.named()) + len(list(tensors_of(batch))))
         self._products: dict[tuple[int, int], Product] = {}
         self._halves: dict[int, Product] = {}
-        self.seconds = 0.0
         self.compile = False
         self._on_cpu = all(param.device.type == "cpu" for block in blocks for param in block.params)
 
@@ -97,7 +97,7 @@ class Trace:
                 [torch.empty_like(param) for block in blocks for param in block.params],
             )
         except Exception as error:  # whatever an operation without a rule for tracing may raise
-            raise TracingError(f"{type(error).__name__}: {str(error).strip().splitlines()[0]}") from error
+            raise TracingError(in_words(error)) from error
 
     def at(self, samples: Samples, part: Part) -> tuple[TracedPart, Tensor]:
         """The matrix on the samples of a part, and the loss there."""
@@ -190,7 +190,7 @@ class Trace:
     def note(self) -> str:
         """What the report says of products that are made by this trace."""
         compiled = [product.compiled.seconds for product in self._products.values() if product.compiled]
-        note = f"traced, {self.num_nodes} operations, in {self.seconds:.1f} s"
+        note = f"traced, {self.num_nodes} operations"
         if compiled:
             return f"{note}, compiled in {sum(compiled):.1f} s"
         left_plain = self.compile and self._products

@@ -116,7 +116,8 @@ class Traced(Products):
         for index, block in enumerate(samples.blocks):
             if off := disagreement(operator, reference, index, block.params[0], eps=trace.eps):
                 raise TracingError(f"a traced product of block {block.name!r} is off by {off:.1e}")
-        trace.seconds = time.perf_counter() - start
+        setup = samples.ledger.setup
+        setup["tracing"] = setup.get("tracing", 0.0) + time.perf_counter() - start
         return trace
 
 
