@@ -136,14 +136,10 @@ class _SumOfParts(BlockOperator):
 
 
 def inner(halves: Sequence[tuple[Sequence[Tensor], Sequence[Tensor]]]) -> Tensor:
-    """The products ``(J vᵢ)ᵀ (H J vⱼ)`` from all ``J v`` and ``H J v``."""
-    return torch.stack(
-        [torch.stack([sum_of_products(left, right) for _, right in halves]) for left, _ in halves]
-    )
-
-
-def sum_of_products(left: Sequence[Tensor], right: Sequence[Tensor]) -> Tensor:
-    return torch.stack([(a * b).sum() for a, b in zip(left, right, strict=True)]).sum()
+    """The products ``(J vᵢ)ᵀ (H J vⱼ)`` from all ``J v`` and ``H J v``: a matrix product for each output."""
+    left, right = (zip(*own, strict=True) for own in zip(*halves, strict=True))
+    flat = [[torch.stack([own.reshape(-1) for own in each]) for each in side] for side in (left, right)]
+    return torch.stack([one @ other.T for one, other in zip(*flat, strict=True)]).sum(0)
 
 
 def closeness(one: Tensor, other: Tensor, eps: float = 0.0, size: float = 0.0) -> tuple[float, float]:
@@ -177,7 +173,16 @@ def disagreement(
         like: A tensor of the vector's type and device.
         rounding: As for ``closeness``.
     """
-    vector = torch.sin(torch.arange(operator.sizes[index], device=like.device)).to(like.dtype)
+    vector = _numbers(operator.sizes[index], like)
     expected = reference.product(index, index, vector)
     difference, bound = closeness(operator.product(index, index, vector), expected, **rounding)
     return difference if difference > bound and bool(expected.isfinite().all()) else None
+
+
+def probe(block: Block) -> Tensor:
+    """A flat vector of a block, without any structure and the same each time."""
+    return _numbers(block.size, block.params[0])
+
+
+def _numbers(size: int, like: Tensor) -> Tensor:
+    return torch.sin(torch.arange(size, device=like.device)).to(like.dtype)

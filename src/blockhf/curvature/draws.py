@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from blockhf.curvature.loss_hessian import closed_forms, second_derivatives, separate_positions
 from blockhf.linalg import factorizable
 from blockhf.objective import Evaluation
 
@@ -57,32 +58,22 @@ class Noise:
 def curvature_draw(evaluation: Evaluation, noise: Noise) -> list[Tensor]:
     r"""A draw with covariance ``H``, the second derivatives of the loss by the outputs.
 
-    It is :math:`H^{1/2} \varepsilon` by the Lanczos process, for each sample by itself: a few products
-    with ``H``, which take no pass through the network. For squared error one is enough, for cross entropy
-    one fewer than there are classes.
+    It is :math:`S \varepsilon` with :math:`S S^\top = H`. For cross entropy and losses with a diagonal ``H``,
+    ``S`` is known. For others it is the square root by the Lanczos process, for each position by itself where
+    the loss ties no positions together, else for each sample: a few products with ``H``, which take no pass
+    through the network.
     """
     outputs = evaluation.outputs
-    slopes = torch.autograd.grad(
-        evaluation.loss, outputs, create_graph=True, allow_unused=True, materialize_grads=True
-    )
-    if not any(slope.requires_grad for slope in slopes):
+    product = second_derivatives(evaluation)
+    if product is None:
         return [torch.zeros_like(output) for output in outputs]
     join, split = _rows(outputs, evaluation.num_samples)
-
-    def product(rows: Tensor) -> Tensor:
-        pairs = [(s, v) for s, v in zip(slopes, split(rows), strict=True) if s.requires_grad]
-        return join(
-            torch.autograd.grad(
-                [slope for slope, _ in pairs],
-                outputs,
-                [vector for _, vector in pairs],
-                retain_graph=True,
-                allow_unused=True,
-                materialize_grads=True,
-            )
-        )
-
-    return split(_square_root(product, noise.normal(join([output.detach() for output in outputs]))))
+    normal = split(noise.normal(join([output.detach() for output in outputs])))
+    if (forms := closed_forms(outputs, product)) is not None:
+        return [form.root_times(own).to(own.dtype) for form, own in zip(forms, normal, strict=True)]
+    if len(outputs) == 1 and (dim := separate_positions(outputs[0], product)) is not None:
+        join, split = _lines(outputs[0], dim)
+    return split(_square_root(lambda rows: join(product(split(rows))), join(normal)))
 
 
 def signed_slopes(evaluation: Evaluation, noise: Noise) -> list[Tensor]:
@@ -118,6 +109,21 @@ def _rows(
     def split(rows: Tensor) -> list[Tensor]:
         pieces = torch.split(rows, widths, dim=1)
         return [piece.reshape(output.shape) for piece, output in zip(pieces, outputs, strict=True)]
+
+    return join, split
+
+
+def _lines(
+    output: Tensor, dim: int
+) -> tuple[Callable[[Sequence[Tensor]], Tensor], Callable[[Tensor], list[Tensor]]]:
+    """From a tensor like the output to one row for each line along a dimension, and back."""
+    shape = output.movedim(dim, -1).shape
+
+    def join(tensors: Sequence[Tensor]) -> Tensor:
+        return tensors[0].movedim(dim, -1).reshape(-1, shape[-1])
+
+    def split(rows: Tensor) -> list[Tensor]:
+        return [rows.view(shape).movedim(-1, dim)]
 
     return join, split
 

@@ -155,6 +155,11 @@ class Trace:
             )
         return self._products[row, column]
 
+    def whole(self, residuals: Sequence[Tensor], everything: Block, vector: Tensor) -> Tensor:
+        """The product of all blocks together, of which those of single blocks are parts."""
+        results = self._product(*residuals, *everything.unflatten(vector))
+        return everything.flatten(results[: sum(self._sizes)])
+
     @property
     def has_halves(self) -> bool:
         """Whether the matrix is of the form ``Jᵀ H J``."""
@@ -268,6 +273,12 @@ class TracedPart(BlockOperator):
         self.ledger.add("product", function.flops)
         with torch.no_grad():
             return function(self.residuals, self.blocks[row], self.blocks[column], vector)
+
+    def whole(self, vector: Tensor) -> Tensor:
+        """The product of all blocks together with one vector of all of them."""
+        everything = Block("all", tuple(param for block in self.blocks for param in block.params))
+        with torch.no_grad():
+            return self.trace.whole(self.residuals, everything, vector)
 
     def gram(self, columns: Sequence[int], vectors: Sequence[Tensor]) -> Tensor:
         if not self.trace.has_halves:  # as with the Hessian

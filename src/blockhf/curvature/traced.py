@@ -18,9 +18,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from blockhf.batches import rebuild, tensors_of
-from blockhf.curvature.base import Curvature, Products, closeness, disagreement, over_parts
+from blockhf.blocks import Block
+from blockhf.curvature.base import Curvature, Products, closeness, over_parts, probe
 from blockhf.curvature.fisher import MonteCarloFisher
 from blockhf.curvature.trace import Trace, TracedPart
 from blockhf.fx_graphs import TracingError
@@ -112,13 +114,44 @@ class Traced(Products):
         trace = Trace(curvature, samples.objective, part.batch, samples.blocks, modules)
         trace.compile = self.compile
         operator, _ = trace.at(samples, part)
-        reference = curvature.at(samples.evaluate(part, fresh=True), samples.blocks)
-        for index, block in enumerate(samples.blocks):
-            if off := disagreement(operator, reference, index, block.params[0], eps=trace.eps):
-                raise TracingError(f"a traced product of block {block.name!r} is off by {off:.1e}")
+        self._check(curvature, samples, part, operator)
         setup = samples.ledger.setup
         setup["tracing"] = setup.get("tracing", 0.0) + time.perf_counter() - start
         return trace
+
+    @staticmethod
+    def _check(curvature: Curvature, samples: Samples, part: Part, operator: TracedPart) -> None:
+        """Compare with the double backward: all blocks jointly, and the first and the last by themselves.
+
+        What is recorded is one graph for all blocks, of which those of single blocks are parts.
+        """
+        blocks, eps = samples.blocks, operator.trace.eps
+        mixed = len({(param.dtype, param.device) for param in samples.params}) > 1  # no one vector holds them
+        alone = sorted({0, len(blocks) - 1}) if len(blocks) > 1 and not mixed else range(len(blocks))
+        compared = [blocks[index] for index in alone]
+        if len(alone) < len(blocks):
+            compared.append(Block("all", tuple(samples.params)))
+        reference = curvature.at(samples.evaluate(part, fresh=True), compared)
+        for place, (index, block) in enumerate(zip(alone, compared, strict=False)):
+            vector = probe(block)
+            found, expected = operator.product(index, index, vector), reference.product(place, place, vector)
+            _compare(block, found, expected, eps)
+        if len(compared) > len(alone):
+            vector = probe(compared[-1])
+            sizes = [block.size for block in blocks]
+            whole = reference.product(len(alone), len(alone), vector)
+            size = float(torch.linalg.vector_norm(whole))
+            pieces = zip(
+                blocks, torch.split(operator.whole(vector), sizes), torch.split(whole, sizes), strict=True
+            )
+            for block, found, expected in pieces:
+                _compare(block, found, expected, eps, size)
+
+
+def _compare(block: Block, found: Tensor, expected: Tensor, eps: float, size: float = 0.0) -> None:
+    off, bound = closeness(found, expected, eps, size)
+    if off > bound and bool(expected.isfinite().all()):
+        raise TracingError(f"a traced product of block {block.name!r} is off by {off:.1e}")
 
 
 def _signature(curvature: Curvature, samples: Samples, part: Part) -> Any:
