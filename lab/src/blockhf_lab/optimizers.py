@@ -244,6 +244,18 @@ class Spec:
         except (AttributeError, AssertionError, RuntimeError, TypeError, ValueError) as error:
             raise ValueError(f"{self} does not work on {task.name}: {self._why(error)}") from error
 
+    def bare(self, model: nn.Module, make_blocks: Callable[[nn.Module], list[Group]]) -> Optimizer:
+        """The optimizer itself, with the spec's own options alone; ``BlockHF`` gets these blocks."""
+        rest = {key: value for key, value in self.options.items() if key not in _OURS_SECOND}
+        if not self.is_second_order:
+            return self._class()(list(model.parameters()), **rest)
+        if "curvature" in self.options:
+            rest["curvature_batch_size"] = self.options["curvature"]
+        if "without" in self.options:
+            rest |= WITHOUT[self.options["without"]]()
+        partition = PARTITIONS[self.options["blocks"]] if "blocks" in self.options else make_blocks
+        return BlockHF(partition(model), **{key: _policy(value) for key, value in rest.items()})
+
     def _why(self, error: Exception) -> str:
         """The reason in words; Python's own for values of a wrong kind say nothing of the options."""
         told = next(iter(str(error).splitlines()), type(error).__name__)

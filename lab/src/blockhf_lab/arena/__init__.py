@@ -1,0 +1,5 @@
+"""The arena: optimizers over a fixed set of small tasks, each to three targets, within equal CPU seconds.
+
+``tasks`` has the tasks, ``families`` the optimizers and the equal search, ``training`` makes one run,
+``runner`` many, ``scores`` judges their records, and ``page`` shows them (docs/arena.md).
+"""
