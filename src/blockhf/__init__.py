@@ -32,7 +32,7 @@ from blockhf.linalg import (
     conjugate_gradient,
 )
 from blockhf.meshes import mesh
-from blockhf.objective import Evaluation
+from blockhf.objective import Closure, Evaluation
 from blockhf.optimizer import BlockHF
 from blockhf.point import Point
 from blockhf.policies import (
@@ -72,6 +72,7 @@ __all__ = [
     "ByCoefficient",
     "Choice",
     "Cholesky",
+    "Closure",
     "ConjugateGradient",
     "Constant",
     "Curvature",

@@ -40,6 +40,37 @@ class Evaluation:
     reduction: Reduction = "mean"
 
 
+@dataclass(frozen=True)
+class Closure:
+    """An objective and its batch in one, for trainers that hand nothing but a closure to ``step``.
+
+    ``step(Closure(objective, batch))`` is ``step(objective, batch)``: samples are held out as ever, which an
+    ordinary closure, whose samples are out of sight, does not allow.
+    """
+
+    objective: Objective
+    batch: Any
+    curvature_batch: Any = None
+
+    def __call__(self) -> Any:
+        return self.objective(self.batch)
+
+
+def what_to_step(
+    objective: Any, batch: Any, curvature_batch: Any, closure: Callable[[], Any] | None
+) -> tuple[Any, Any, Any]:
+    """Objective, batch and curvature batch of a step, from its arguments."""
+    if objective is None:
+        objective = closure
+    elif closure is not None:
+        closure()  # a trainer's hooks
+    if not isinstance(objective, Closure):
+        return objective, batch, curvature_batch
+    if batch is not None or curvature_batch is not None:
+        raise ValueError("The Closure has its batch already: pass step(closure), or step(objective, batch).")
+    return objective.objective, objective.batch, objective.curvature_batch
+
+
 def evaluate(objective: Objective, batch: Any = None) -> Evaluation:
     """Call the objective and check what comes back.
 
@@ -93,11 +124,16 @@ def evaluate(objective: Objective, batch: Any = None) -> Evaluation:
 
 def check_objective(objective: Any) -> None:
     """Raise unless it can be called."""
-    if not callable(objective):
-        kind = "None" if objective is None else f"a {type(objective).__name__}"
+    if objective is None:
         raise ValueError(
-            f"The objective is {kind}, which cannot be called. Pass the function that returns outputs "
-            "and loss, not what it returns: optimizer.step(objective, batch)."
+            "step() was called without an objective. The optimizer does not read .grad: it evaluates the "
+            "loss itself, several times. Pass step(objective, batch), or step(closure) with a closure that "
+            "returns outputs and loss and does not call backward()."
+        )
+    if not callable(objective):
+        raise ValueError(
+            f"The objective is a {type(objective).__name__}, which cannot be called. Pass the function that "
+            "returns outputs and loss, not what it returns: optimizer.step(objective, batch)."
         )
 
 

@@ -18,7 +18,7 @@ from blockhf.isolation import Restored
 from blockhf.linalg import Cholesky, CountedProducts, Shifted, Solution, Solver, Status, System
 from blockhf.meshes import SolvedBlock
 from blockhf.methods import NamedMethods
-from blockhf.objective import Objective, Reduction
+from blockhf.objective import Objective, Reduction, what_to_step
 from blockhf.options import check_group
 from blockhf.plan import WITHOUT_BATCH, Plan, choose_sizes, draw_plan
 from blockhf.point import Linearizer, Point
@@ -162,20 +162,29 @@ class BlockHF(NamedMethods):
 
     @torch.enable_grad()
     def step(  # type: ignore[override]
-        self, objective: Objective, batch: Any = None, curvature_batch: Any = None
+        self,
+        objective: Objective | None = None,
+        batch: Any = None,
+        curvature_batch: Any = None,
+        *,
+        closure: Objective | None = None,
     ) -> Tensor:
         """Make one update; ``report`` then says what it did.
 
         Args:
-            objective: Returns outputs and loss for a batch, or without arguments if there is no batch.
+            objective: Returns outputs and loss for a batch, or without arguments if there is no batch. It
+                does not call ``backward``.
             batch: The gradient batch: any nesting of tensors whose first dimension is that of the samples.
             curvature_batch: The samples of the curvature, if they are not to be drawn from the batch.
+            closure: Torch's name for an objective of no arguments. Beside an objective, which trainers pass
+                on, it is their hooks: it is called once, and what it returns is ignored.
 
         Returns:
             The objective's loss at the starting point; the report's has the penalties of weight decay too.
         """
+        given = what_to_step(objective, batch, curvature_batch, closure)
         with self._transaction(self._blocks()) as before, contextlib.ExitStack() as stack:
-            update = self._begin(objective, batch, curvature_batch, before, searches=True)
+            update = self._begin(*given, before, searches=True)
             self._find_directions(update, stack)
             if not update.failed:
                 with update.watch.phase("search"):

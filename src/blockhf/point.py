@@ -209,8 +209,8 @@ class Point:
             evaluation = self.samples.run(part)
         if not evaluation.loss.requires_grad:
             raise ValueError(
-                "The loss does not depend on any parameter through the graph. Leave out detach(), .data "
-                "and torch.no_grad() in the objective."
+                "The loss does not depend on any parameter through the graph. Leave out detach(), .data, "
+                "torch.no_grad() and backward() in the objective."
             )
         return evaluation
 

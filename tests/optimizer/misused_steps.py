@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn.utils.rnn import pack_padded_sequence
 
-from blockhf import BlockHF, Hessian, blocks
+from blockhf import BlockHF, Closure, Hessian, blocks
 from optimizer_tasks import Task, equal, snapshot
 
 Returned = Callable[[Tensor, Tensor], Any]
@@ -201,8 +201,8 @@ OBJECTIVES: dict[str, Misuse] = {
         lambda o, t: (o.detach(), F.mse_loss(o, t)),
     ),
     "a detached loss": returns(
-        r"The loss does not depend on any parameter through the graph\. Leave out detach\(\), \.data and "
-        r"torch\.no_grad\(\) in the objective\.",
+        r"The loss does not depend on any parameter through the graph\. Leave out detach\(\), \.data, "
+        r"torch\.no_grad\(\) and backward\(\) in the objective\.",
         lambda o, t: (o, F.mse_loss(o.detach(), t)),
     ),
     "outputs that the loss does not use": returns(
@@ -262,14 +262,17 @@ OBJECTIVES: dict[str, Misuse] = {
 
 CALLS: dict[str, Misuse] = {
     "no closure": calls(
-        r"The objective is None, which cannot be called\. Pass the function that returns outputs and loss, "
-        r"not what it returns: optimizer\.step\(objective, batch\)\.",
+        r"step\(\) was called without an objective\. .*Pass step\(objective, batch\), or step\(closure\) "
+        r"with a closure that returns outputs and loss and does not call backward\(\)\.",
         lambda optimizer, task: optimizer.step(None),
     ),
     "no argument at all": calls(
-        "missing 1 required positional argument: 'objective'",
+        r"step\(\) was called without an objective\.",
         lambda optimizer, task: optimizer.step(),
-        TypeError,
+    ),
+    "a closure with a batch and a batch": calls(
+        exactly("The Closure has its batch already: pass step(closure), or step(objective, batch)."),
+        lambda optimizer, task: optimizer.step(Closure(task.objective, task.batch), task.batch),
     ),
     "batch and objective, swapped": calls(
         r"The objective is a tuple, which cannot be called\.",
