@@ -224,6 +224,30 @@ def test_attention_can_be_differentiated_twice() -> None:
     assert torch.autograd.grad(slope.sum(), w)[0].isfinite().all()
 
 
+class WithoutCudnn(nn.LSTM):
+    """Takes down whether cuDNN may be used."""
+
+    def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
+        self.allowed = torch.backends.cudnn.enabled
+        return super().forward(x)[0]
+
+
+def test_recurrent_layers_run_without_cudnn_and_no_others_do() -> None:
+    model = WithoutCudnn(2, 3)
+    seen: list[bool] = []
+    beside = nn.Linear(3, 1)
+    beside.register_forward_hook(lambda *_: seen.append(torch.backends.cudnn.enabled))
+    with torch.backends.cudnn.flags(enabled=True):
+        with twice_differentiable():
+            beside(model(X[None]))
+            with pytest.raises(RuntimeError):
+                model(X[None, :, :1])
+            assert torch.backends.cudnn.enabled
+        assert (model.allowed, seen) == (False, [True])
+        model(X[None])
+        assert model.allowed
+
+
 def test_frozen_parameters_build_no_graph_and_thaw_whatever_happens() -> None:
     params = [torch.ones(2, requires_grad=True) for _ in range(2)]
     with frozen(params):

@@ -191,14 +191,53 @@ def test_devices_are_found_without_torch_accelerator(monkeypatch: pytest.MonkeyP
         assert _torch.accelerator() == expected
     _torch.use_device(3)
     assert used == [3]
-    _torch.reset_peak_memory(torch.device("cuda"))
-    assert _torch.peak_memory(torch.device("cuda")) is None
 
 
-def test_a_torch_whose_accelerator_counts_no_memory_reports_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch, "accelerator", types.SimpleNamespace())
-    _torch.reset_peak_memory(torch.device("cuda"))
-    assert _torch.peak_memory(torch.device("cuda")) is None
+class Device:
+    """Stands in for a device's module: counts memory, and has one stream of random numbers."""
+
+    def __init__(self) -> None:
+        self.state, self.peak = torch.zeros(1), 7
+
+    def max_memory_allocated(self, device: torch.device) -> int:
+        return self.peak
+
+    def reset_peak_memory_stats(self, device: torch.device) -> None:
+        self.peak = 0
+
+    def get_rng_state(self) -> Tensor:
+        return self.state
+
+    def set_rng_state(self, state: Tensor) -> None:
+        self.state = state
+
+
+@pytest.mark.parametrize("accelerator", [None, types.SimpleNamespace()])
+def test_where_torch_accelerator_counts_no_memory_the_devices_own_module_does(
+    monkeypatch: pytest.MonkeyPatch, accelerator: Any
+) -> None:
+    if accelerator is None:
+        monkeypatch.delattr(torch, "accelerator")
+    else:
+        monkeypatch.setattr(torch, "accelerator", accelerator)
+    own, device = Device(), torch.device("cuda")
+    monkeypatch.setattr(torch, "get_device_module", lambda _: own)
+    assert _torch.peak_memory(device) == 7
+    _torch.reset_peak_memory(device)
+    assert own.peak == 0
+    monkeypatch.setattr(torch, "get_device_module", lambda _: types.SimpleNamespace())
+    _torch.reset_peak_memory(device)
+    assert _torch.peak_memory(device) is None
+
+
+def test_a_device_with_one_stream_of_random_numbers_is_asked_without_a_number(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    own, device = Device(), torch.device("mps")
+    monkeypatch.setattr(torch, "get_device_module", lambda _: own)
+    assert _torch.random_state(device) is own.state
+    _torch.set_random_state(device, torch.ones(1))
+    assert own.state == 1
 
 
 def test_groups_keep_torchs_own_timeout(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -215,16 +215,45 @@ def use_device(index: int) -> None:
 
 def reset_peak_memory(device: torch.device) -> None:
     """Start to count a device's peak memory anew. Without it the peak is that since the process began."""
-    with contextlib.suppress(AttributeError):
-        torch.accelerator.reset_peak_memory_stats(device)
+    for module in _memory_counters(device):
+        with contextlib.suppress(AttributeError):
+            module.reset_peak_memory_stats(device)
+            return
 
 
 def peak_memory(device: torch.device) -> int | None:
     """A device's peak memory in bytes. Without it the report has none."""
+    for module in _memory_counters(device):
+        with contextlib.suppress(AttributeError):
+            return int(module.max_memory_allocated(device))
+    return None
+
+
+def _memory_counters(device: torch.device) -> Iterator[Any]:
+    """What counts a device's memory: ``torch.accelerator`` from 2.9 on, the device's own module before."""
+    with contextlib.suppress(AttributeError):
+        yield torch.accelerator
+    with contextlib.suppress(AttributeError, RuntimeError):
+        yield torch.get_device_module(device)
+
+
+def random_state(device: torch.device) -> Tensor:
+    """The state of a device's random numbers. Some devices have but one, and take no number."""
+    module = torch.get_device_module(device)
     try:
-        return int(torch.accelerator.max_memory_allocated(device))
-    except AttributeError:
-        return None
+        state: Tensor = module.get_rng_state(device)
+    except TypeError:
+        state = module.get_rng_state()
+    return state
+
+
+def set_random_state(device: torch.device, state: Tensor) -> None:
+    """Put the state of a device's random numbers back."""
+    module = torch.get_device_module(device)
+    try:
+        module.set_rng_state(state, device)
+    except TypeError:
+        module.set_rng_state(state)
 
 
 def is_distributed_tensor(tensor: Tensor) -> bool:

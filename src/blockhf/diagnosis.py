@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from blockhf.linalg import BlockOperator
+from blockhf.scalars import read
 
 ZERO = (
     "the curvature along the gradient is zero, so steps have nothing to go by but the damping. Either the "
@@ -55,14 +56,17 @@ def wrong_with_curvature(
     operator: BlockOperator, gradient: Sequence[Tensor], damping: float, loss: float
 ) -> str | None:
     """What is wrong with a matrix and the least damping of its blocks, by one product with each block."""
-    largest = max((float(own.abs().max()) for own in gradient if own.numel()), default=0.0)
+    sizes = [own.abs().max() for own in gradient if own.numel()]
+    if not sizes:
+        return None
+    square_of = torch.stack([own @ own for own in gradient]).sum()
+    *largest_of, (square,), (along,) = read([*sizes, square_of, curvature_along(operator, gradient)])
+    largest = max(own for (own,) in largest_of)
     if largest == 0:
         return None
     dtype = gradient[0].dtype
-    square = float(torch.stack([own @ own for own in gradient]).sum())
     if square == 0 or not math.isfinite(square):
         return SCALE.format(largest=largest, dtype=dtype)
-    along = float(curvature_along(operator, gradient))
     unseen = square < 8 * damping * torch.finfo(dtype).eps * abs(loss)  # at most square / 2 damping is gained
     if unseen and 0 < along < 1e-3 * damping:
         return DAMPED.format(damping=damping, along=along, loss=loss)
@@ -73,9 +77,11 @@ def wrong_with_curvature(
 
 def bypassed(operator: BlockOperator, gradient: Sequence[Tensor], names: Sequence[str]) -> str | None:
     """What to say of a block with a gradient that does not come through the outputs."""
-    for index, (own, name) in enumerate(zip(gradient, names, strict=True)):
-        if not operator.has_influence(index) and bool(own.any()):
-            return BYPASSED.format(name=name)
+    suspects = [index for index in range(len(gradient)) if not operator.has_influence(index)]
+    found = read([gradient[index].any() for index in suspects])
+    for index, (has_gradient,) in zip(suspects, found, strict=True):
+        if has_gradient:
+            return BYPASSED.format(name=names[index])
     return None
 
 

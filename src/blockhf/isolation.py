@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.nn.modules.module import register_module_forward_pre_hook
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.utils.hooks import RemovableHandle
 
-from blockhf._torch import is_functorch_wrapper, own_buffers
+from blockhf._torch import is_functorch_wrapper, own_buffers, random_state, set_random_state
 from blockhf.blocks import Block
 
 
@@ -22,14 +22,13 @@ class RandomState:
 
     def __init__(self, devices: Sequence[torch.device]) -> None:
         self.devices = devices
-        self._modules = [(torch.get_device_module(d), d) for d in devices if d.type not in ("cpu", "meta")]
         self._cpu = torch.get_rng_state()
-        self._others = [module.get_rng_state(device) for module, device in self._modules]
+        self._others = {d: random_state(d) for d in devices if d.type not in ("cpu", "meta")}
 
     def restore(self) -> None:
         torch.set_rng_state(self._cpu)
-        for (module, device), state in zip(self._modules, self._others, strict=True):
-            module.set_rng_state(state, device)
+        for device, state in self._others.items():
+            set_random_state(device, state)
 
     @contextlib.contextmanager
     def replayed(self) -> Iterator[None]:
@@ -160,9 +159,37 @@ class Restored(contextlib.AbstractContextManager["Restored"]):
 
 @contextlib.contextmanager
 def twice_differentiable() -> Iterator[None]:
-    """Choose kernels that autograd can differentiate twice, for the length of the context."""
-    with torch.enable_grad(), sdpa_kernel(SDPBackend.MATH):
+    """Choose kernels that autograd can differentiate twice, for the length of the context.
+
+    Attention is computed by its plain formula, and recurrent layers without cuDNN, for as long as they run.
+    """
+    with torch.enable_grad(), sdpa_kernel(SDPBackend.MATH), _recurrent_layers_without_cudnn():
         yield
+
+
+@contextlib.contextmanager
+def _recurrent_layers_without_cudnn() -> Iterator[None]:
+    """Convolutions of the same model keep cuDNN, which can differentiate those twice."""
+    thread, switched = threading.get_ident(), contextlib.ExitStack()
+
+    def begin(module: nn.Module, _: Any) -> None:
+        if isinstance(module, nn.RNNBase) and threading.get_ident() == thread:
+            switched.enter_context(torch.backends.cudnn.flags(enabled=False))
+
+    def end(module: nn.Module, *_: Any) -> None:
+        if isinstance(module, nn.RNNBase) and threading.get_ident() == thread:
+            switched.close()
+
+    hooks = [
+        register_module_forward_pre_hook(begin),
+        register_module_forward_hook(end, always_call=True),
+    ]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+        switched.close()
 
 
 @contextlib.contextmanager

@@ -15,7 +15,17 @@ from blockhf.blocks import Block
 from blockhf.curvature import Auto, Curvature, GaussNewton, Products
 from blockhf.hints import at_first_step
 from blockhf.isolation import Restored
-from blockhf.linalg import Cholesky, CountedProducts, Shifted, Solution, Solver, Status, System
+from blockhf.linalg import (
+    Cholesky,
+    CountedProducts,
+    PendingSolution,
+    Shifted,
+    Solution,
+    Solver,
+    Status,
+    System,
+    settle,
+)
 from blockhf.meshes import SolvedBlock
 from blockhf.methods import NamedMethods
 from blockhf.objective import Objective, Reduction, what_to_step
@@ -240,11 +250,12 @@ class BlockHF(NamedMethods):
 
         # 3. Conjugate gradients on each block.
         with update.watch.phase("solve"):
-            own = {
-                index: self._solve(system, update.blocks[index])
+            pending = [
+                self._begin_solution(system, update.blocks[index])
                 for index, system in zip(mine, systems, strict=True)
-            }
-            update.take(self.mesh.exchange(update.blocks, own))
+            ]
+            solved = map(self._solved, systems, settle(pending))
+            update.take(self.mesh.exchange(update.blocks, dict(zip(mine, solved, strict=True))))
             if not searches or point is not update.curvature:
                 stack.close()
 
@@ -282,12 +293,14 @@ class BlockHF(NamedMethods):
             for place, index in enumerate(mine)
         ]
 
-    def _solve(self, system: System, block: Block) -> SolvedBlock:
+    def _begin_solution(self, system: System, block: Block) -> PendingSolution | Solution:
+        if system.operator.has_influence(system.index) or system.weight_decay:
+            return self.solver.begin(system, self.policy_state["solver"].of(block.name))
+        return Solution(torch.zeros_like(system.rhs), Status.NO_INFLUENCE, 0, 0, 0.0, 0.0)
+
+    def _solved(self, system: System, solution: Solution) -> SolvedBlock:
+        """A solution with what it took."""
         operator = system.operator
-        if operator.has_influence(system.index) or system.weight_decay:
-            solution = self.solver.solve(system, self.policy_state["solver"].of(block.name))
-        else:
-            solution = Solution(torch.zeros_like(system.rhs), Status.NO_INFLUENCE, 0, 0, 0.0, 0.0)
         assert isinstance(operator, CountedProducts)
         num_products = operator.num_products[system.index]
         if (stored := operator.dense(system.index)) is not None:

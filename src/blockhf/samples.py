@@ -31,6 +31,7 @@ from blockhf.objective import (
     num_nodes,
 )
 from blockhf.ranks import Alone, Ranks
+from blockhf.scalars import read
 
 NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 """Layers in whose training samples see each other, and which keep statistics of them."""
@@ -245,8 +246,9 @@ class Samples:
         like = self.blocks[0].params[0]
         weights = [_weight(weight_of(part.batch)) if self.share.own else 0.0 for part in parts]
         (total,) = self.ranks.sum([torch.tensor(sum(weights), dtype=torch.float64, device=like.device)])
+        sum_of_all = float(total)
         for part, weight in zip(parts, weights, strict=True):
-            part.weight = weight / float(total) if float(total) else 0.0
+            part.weight = weight / sum_of_all if sum_of_all else 0.0
 
     def wrong_with_parts(self) -> str | None:
         """What to say where the losses of two parts do not add up to that of both together."""
@@ -254,7 +256,8 @@ class Samples:
             return None
         first, second = self.parts[:2]
         both = Part(take(self.batch, 0, batch_size(first.batch) + batch_size(second.batch)), like=first)
-        one, other, together = (float(self.loss(part)) for part in (first, second, both))
+        losses = [self.loss(part) for part in (first, second, both)]
+        (one,), (other,), (together,) = read(losses)
         share = batch_size(first.batch) / (batch_size(first.batch) + batch_size(second.batch))
         expected = share * one + (1 - share) * other
         tolerance = torch.finfo(self.params[0].dtype).eps ** 0.5 * max(abs(one), abs(other))

@@ -19,9 +19,10 @@ from blockhf.linalg import BlockOperator, Solution, Status
 from blockhf.meshes import SolvedBlock
 from blockhf.plan import Plan
 from blockhf.point import Point
-from blockhf.policies import Choice, Outcome, Proposal, Search, Situation, StepCost
+from blockhf.policies import Choice, Outcome, Proposal, Search, Situation, StepCost, measured
 from blockhf.policy import PolicyState, State
 from blockhf.report import BlockReport, StepReport, Stopwatch
+from blockhf.scalars import are_finite, read
 
 
 @dataclass
@@ -38,6 +39,7 @@ class Update:
         population: How many samples there are in all, where that is known.
         watch: Measures the phases.
         loss: The loss at the starting point.
+        value: The same as a number.
         gradient: For each block its gradient.
         solved: What was found for each block.
         choice: What the search decided, or why there was nothing to decide.
@@ -54,6 +56,7 @@ class Update:
     population: int | None
     watch: Stopwatch
     loss: Tensor = field(init=False)
+    value: float = math.nan
     gradient: Sequence[Tensor] = ()
     solved: dict[int, SolvedBlock] = field(default_factory=dict)
     choice: Choice | None = None
@@ -152,7 +155,7 @@ class Update:
                         operator,
                         gradient,
                         min(float(group["damping"]) for group in self.groups),
-                        float(self.loss),
+                        self.value,
                     )
                 )
                 self.warn(bypassed(operator, gradient, [self.blocks[index].name for index in mine]))
@@ -160,15 +163,17 @@ class Update:
 
     def compare_with_last(self, memory: State) -> None:
         """Look whether a step whose length nobody looked at has raised the loss."""
-        self.warn(risen(memory.get("last_loss"), float(self.loss)))
-        memory["last_loss"] = float(self.loss)
+        self.warn(risen(memory.get("last_loss"), self.value))
+        memory["last_loss"] = self.value
 
     def differentiate(self) -> None:
         """Loss and gradient; the update fails where they are not finite."""
         self.loss, self.gradient = self.point.gradient()
-        if not bool(self.loss.isfinite().all()):
+        (value,), *finite = read([self.loss, *(own.isfinite().all() for own in self.gradient)])
+        self.value = value
+        if not math.isfinite(value):
             self.fail("the loss is not finite", is_sound=False)
-        elif not all(bool(own.isfinite().all()) for own in self.gradient):
+        elif not all(fine for (fine,) in finite):
             self.fail("the gradient is not finite", is_sound=False)
 
     def take(self, solved: dict[int, SolvedBlock]) -> None:
@@ -186,7 +191,7 @@ class Update:
 
     @cached_property
     def proposals(self) -> list[Proposal]:
-        return [
+        return measured(
             Proposal(
                 slope,
                 self.solved[index].solution.x,
@@ -195,12 +200,12 @@ class Update:
                 float(group["lr"]),
             )
             for index, (slope, group) in enumerate(zip(self.gradient, self.groups, strict=True))
-        ]
+        )
 
     def situation(self) -> Situation:
         """What the search decides by."""
         return Situation(
-            float(self.loss),
+            self.value,
             self.proposals,
             self.point,
             self.curvature,
@@ -213,7 +218,7 @@ class Update:
         """Let the search decide; an update that is not finite is rejected whatever it says."""
         self.choice = search.choose(self.situation(), state)
         update = self.choice.update
-        if update is not None and not all(bool(own.isfinite().all()) for own in update):
+        if update is not None and not are_finite(update):
             self.fail("the step is not finite")
 
     def ratio(self) -> float | None:
@@ -221,7 +226,7 @@ class Update:
         choice = self.choice
         if choice is None or choice.loss is None or choice.change >= 0:
             return None
-        before = float(self.loss) if choice.before is None else choice.before
+        before = self.value if choice.before is None else choice.before
         return (choice.loss - before) / choice.change
 
     def outcomes(self, *, accepted: bool) -> list[Outcome]:
@@ -254,7 +259,7 @@ class Update:
             step=step,
             accepted=accepted,
             reason=choice.reason,
-            loss=float(self.loss),
+            loss=self.value,
             loss_after=choice.loss,
             loss_before=choice.before,
             compared=choice.compared,

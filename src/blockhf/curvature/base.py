@@ -14,6 +14,7 @@ from blockhf.linalg import BlockOperator, Scaled
 from blockhf.objective import Evaluation
 from blockhf.policy import Policy, PolicyState
 from blockhf.samples import Part, Samples
+from blockhf.scalars import read
 
 
 class Curvature(Policy):
@@ -152,8 +153,8 @@ def closeness(one: Tensor, other: Tensor, eps: float = 0.0, size: float = 0.0) -
         size: How large the terms are that the result is a sum of. Where they cancel, only rounding is left.
     """
     eps = max(eps, torch.finfo(other.dtype).eps)
-    scale = max(float(torch.linalg.vector_norm(other)), eps**0.5 * size) or 1.0
-    return float(torch.linalg.vector_norm(one - other)) / scale, eps**0.5
+    (length,), (apart,) = read([torch.linalg.vector_norm(other), torch.linalg.vector_norm(one - other)])
+    return apart / (max(length, eps**0.5 * size) or 1.0), eps**0.5
 
 
 def coarsest(tensors: Iterable[Tensor]) -> float:

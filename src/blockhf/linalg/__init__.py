@@ -1,6 +1,6 @@
 """Linear algebra on matrices known only through their products. Nothing here has heard of networks."""
 
-from blockhf.linalg.conjugate_gradient import Solution, Status, conjugate_gradient
+from blockhf.linalg.conjugate_gradient import PendingSolution, Solution, Status, conjugate_gradient, settle
 from blockhf.linalg.lanczos import lanczos
 from blockhf.linalg.operators import (
     BlockOperator,
@@ -31,6 +31,7 @@ __all__ = [
     "DiagonalBlock",
     "ForwardingOperator",
     "LinearOperator",
+    "PendingSolution",
     "Precondition",
     "Root",
     "Scaled",
@@ -42,4 +43,5 @@ __all__ = [
     "conjugate_gradient",
     "factorizable",
     "lanczos",
+    "settle",
 ]

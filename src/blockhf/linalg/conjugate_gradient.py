@@ -15,12 +15,14 @@ from __future__ import annotations
 
 import enum
 import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from blockhf.linalg.operators import LinearOperator
+from blockhf.scalars import gathered, read
 
 
 class Status(enum.Enum):
@@ -64,6 +66,25 @@ class Solution:
     model: float
 
 
+@dataclass(frozen=True, eq=False)
+class PendingSolution:
+    """A solution whose numbers are still on the device, to be read together with those of others.
+
+    Attributes:
+        numbers: What is to be read.
+        finish: Makes the solution of them.
+    """
+
+    numbers: Tensor
+    finish: Callable[[Sequence[float]], Solution]
+
+
+def settle(pending: Sequence[PendingSolution | Solution]) -> list[Solution]:
+    """The solutions of several systems, by one wait for the device."""
+    numbers = iter(read([each.numbers for each in pending if isinstance(each, PendingSolution)]))
+    return [each.finish(next(numbers)) if isinstance(each, PendingSolution) else each for each in pending]
+
+
 _ROUNDING = 4.0
 """How many units of rounding, relative to the right-hand side, a residual consists of at the least."""
 
@@ -102,21 +123,51 @@ def conjugate_gradient(
             :math:`\phi(x_i) < 0` and :math:`(\phi(x_i) - \phi(x_{i-k})) / \phi(x_i) < k \epsilon` with
             :math:`k = \max(10, i / 10)`. Zero switches it off.
         max_steps: The most iterations to make.
-        check_every: Look every so many iterations whether it is over. By default at each one on the CPU, and
-            at every tenth on a device, for which a look waits.
+        check_every: Look every so many iterations whether it is over. By default at each one on the CPU. A
+            device has to be waited for: there it is after 10, 20, 40, … iterations, and never where nothing
+            but rounding can end them early (``rtol`` and ``progress`` are zero).
 
     Returns:
         The solution. A matrix that is not positive definite, or not finite, is no error: it is the status
         of the solution, whose ``x`` is the last good iterate.
     """
-    check_every = _interval(b.device) if check_every is None else check_every
+    (solution,) = settle(
+        [
+            begin_conjugate_gradient(
+                A,
+                b,
+                x,
+                preconditioner=preconditioner,
+                rtol=rtol,
+                progress=progress,
+                max_steps=max_steps,
+                check_every=check_every,
+            )
+        ]
+    )
+    return solution
+
+
+def begin_conjugate_gradient(
+    A: LinearOperator,
+    b: Tensor,
+    x: Tensor | None = None,
+    *,
+    preconditioner: LinearOperator | None = None,
+    rtol: float = 0.0,
+    progress: float = 0.0,
+    max_steps: int,
+    check_every: int | None = None,
+) -> PendingSolution:
+    """The same without waiting for the numbers of the solution."""
+    looks = _Looks(b.device, check_every, ends_early=rtol > 0 or progress > 0)
     r, num_products = (b.clone(), 0) if x is None else (b - A @ x, 1)
     x = torch.zeros_like(b) if x is None else x.clone()
     z = r if preconditioner is None else preconditioner @ r
     p, rz, zero = z.clone(), r @ z, b.new_zeros(())
     log = _Log(b, x, r, rz, rtol=rtol, progress=progress, max_steps=max_steps)
     for step in range(1, max_steps + 1):
-        if (step - 1) % check_every == 0 and log.is_over():
+        if looks.after(step - 1) and log.is_over():
             break
         Ap = A @ p
         alpha = rz / (curvature := p @ Ap)
@@ -132,7 +183,7 @@ def conjugate_gradient(
         running = log.check(curvature, rz, beta, rr)
         alpha = torch.where(running, alpha, zero)
         x.addcmul_(p, alpha)
-        if check_every > 1:
+        if not looks.always:
             z = torch.where(running, z, zero)
         torch.addcmul(z, p, torch.where(running, beta, zero), out=p)
         log.advance(step, alpha * rz, rr, running)
@@ -140,8 +191,18 @@ def conjugate_gradient(
     return log.solution(x, num_products + log.num_checks)
 
 
-def _interval(device: torch.device) -> int:
-    return 1 if device.type == "cpu" else 10
+class _Looks:
+    """After which iterations the host looks whether it is over."""
+
+    def __init__(self, device: torch.device, every: int | None, *, ends_early: bool) -> None:
+        self.every = 1 if every is None and device.type == "cpu" else every
+        self.always, self._ends_early = self.every == 1, ends_early
+
+    def after(self, num_steps: int) -> bool:
+        if self.every is not None:
+            return num_steps % self.every == 0
+        tens, rest = divmod(num_steps, 10)
+        return self._ends_early and tens > 0 and rest == 0 and tens & (tens - 1) == 0
 
 
 class _Log:
@@ -186,12 +247,18 @@ class _Log:
             gain = model - self.models[step - k]
             self._end_if((model < 0) & (gain > k * self.progress * model), _STALLED)
 
-    def solution(self, x: Tensor, num_products: int) -> Solution:
-        status, taken, norm = _STATUS[int(self.end)], int(self.num_steps), float(self.norm)
-        if not bool(x.isfinite().all()):  # the solution itself overflowed, or the start vector was not finite
-            return Solution(torch.zeros_like(x), Status.NON_FINITE, 0, num_products, 1.0, 0.0)
-        residual = 0.0 if norm == 0 else math.sqrt(float(self.rr)) / norm
-        return Solution(x, status, taken, num_products, residual, float(self.models[taken]))
+    def solution(self, x: Tensor, num_products: int) -> PendingSolution:
+        model = self.models.index_select(0, self.num_steps.reshape(1))
+
+        def finish(found: Sequence[float]) -> Solution:
+            end, taken, norm, rr, fine, model = found
+            if not fine:  # the solution itself overflowed, or the start vector was not finite
+                return Solution(torch.zeros_like(x), Status.NON_FINITE, 0, num_products, 1.0, 0.0)
+            residual = 0.0 if norm == 0 else math.sqrt(rr) / norm
+            return Solution(x, _STATUS[int(end)], int(taken), num_products, residual, model)
+
+        fine = x.isfinite().all()
+        return PendingSolution(gathered(self.end, self.num_steps, self.norm, self.rr, fine, model), finish)
 
     def _end_if(self, happened: Tensor, status: int) -> None:
         """The end that comes first stays."""

@@ -9,7 +9,13 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from blockhf.linalg.conjugate_gradient import Solution, Status, conjugate_gradient
+from blockhf.linalg.conjugate_gradient import (
+    PendingSolution,
+    Solution,
+    Status,
+    begin_conjugate_gradient,
+    settle,
+)
 from blockhf.linalg.operators import (
     BlockOperator,
     Damped,
@@ -20,6 +26,7 @@ from blockhf.linalg.operators import (
     plus_diagonal,
 )
 from blockhf.policy import Policy, State
+from blockhf.scalars import gathered
 
 
 @dataclass(frozen=True)
@@ -72,6 +79,16 @@ class Solver(Policy):
     def solve(self, system: System, state: State) -> Solution:
         """The solution, whatever its quality; ``state`` is what the solver keeps of the block."""
 
+    def begin(self, system: System, state: State) -> PendingSolution | Solution:
+        """The same, but the numbers may still be on the device: those of all blocks are read together."""
+        return self.solve(system, state)
+
+    def __init_subclass__(cls) -> None:
+        """A class that solves otherwise than the one it derives from begins otherwise too."""
+        super().__init_subclass__()
+        if "solve" in vars(cls) and "begin" not in vars(cls):
+            cls.begin = Solver.begin  # type: ignore[method-assign]
+
     def product_budget(self, size: int, max_steps: int) -> int:
         """How many products it is worth to form the matrix of a block of so many parameters."""
         return max_steps
@@ -88,7 +105,10 @@ class ConjugateGradient(Solver):
     check_every: int | None = None
 
     def solve(self, system: System, state: State) -> Solution:
-        return conjugate_gradient(
+        return settle([ConjugateGradient.begin(self, system, state)])[0]
+
+    def begin(self, system: System, state: State) -> PendingSolution:
+        return begin_conjugate_gradient(
             system.matrix,
             system.rhs,
             system.start,
@@ -112,16 +132,24 @@ class Precondition(Solver):
         return 0
 
     def solve(self, system: System, state: State) -> Solution:
+        return settle([Precondition.begin(self, system, state)])[0]
+
+    def begin(self, system: System, state: State) -> PendingSolution:
         if system.preconditioner is None:
             raise ValueError(
                 "Precondition() needs an inverse of each block. Use preconditioner=Kronecker(), which has "
                 "none for blocks that products=Formed() has formed."
             )
         x = system.preconditioner @ system.rhs
-        if not bool(x.isfinite().all()):
-            return Solution(torch.zeros_like(x), Status.NON_FINITE, 0, 0, 1.0, 0.0)
-        # Without a product the matrix is taken to be what the preconditioner inverts: x A x = b x.
-        return Solution(x, Status.STEP_LIMIT, 0, 0, 1.0, -0.5 * float(x @ system.rhs))
+
+        def finish(found: Sequence[float]) -> Solution:
+            fine, along = found
+            if not fine:
+                return Solution(torch.zeros_like(x), Status.NON_FINITE, 0, 0, 1.0, 0.0)
+            # Without a product the matrix is taken to be what the preconditioner inverts: x A x = b x.
+            return Solution(x, Status.STEP_LIMIT, 0, 0, 1.0, -0.5 * along)
+
+        return PendingSolution(gathered(x.isfinite().all(), x @ system.rhs), finish)
 
 
 @dataclass(frozen=True)
@@ -149,25 +177,31 @@ class Cholesky(Solver):
         return max(max_steps, self.worth if size <= self.small else 0)
 
     def solve(self, system: System, state: State) -> Solution:
+        return settle([Cholesky.begin(self, system, state)])[0]
+
+    def begin(self, system: System, state: State) -> PendingSolution | Solution:
         return (
             _by_root(system, rescales=self.rescales)
-            or self._factorized(system)
-            or self.other.solve(system, state)
+            or self._factorized(system, state)
+            or self.other.begin(system, state)
         )
 
-    @staticmethod
-    def _factorized(system: System) -> Solution | None:
+    def _factorized(self, system: System, state: State) -> PendingSolution | None:
         A, b = system.dense(), system.rhs
         if A is None:
             return None
         factor, failed = torch.linalg.cholesky_ex(factorizable(A))
         x = torch.cholesky_solve(b[:, None].to(factor.dtype), factor)[:, 0].to(b.dtype)
-        if bool(failed) or not bool(x.isfinite().all()):
-            return None
         r = b - A @ x
-        norm = float(torch.linalg.vector_norm(b))
-        residual = float(torch.linalg.vector_norm(r)) / norm if norm > 0 else 0.0
-        return Solution(x, Status.CONVERGED, 0, 0, residual, -0.5 * float(x @ (b + r)))
+
+        def finish(found: Sequence[float]) -> Solution:
+            broken, fine, norm, rest, along = found
+            if broken or not fine:
+                return self.other.solve(system, state)
+            return Solution(x, Status.CONVERGED, 0, 0, rest / norm if norm > 0 else 0.0, -0.5 * along)
+
+        norm = torch.linalg.vector_norm
+        return PendingSolution(gathered(failed, x.isfinite().all(), norm(b), norm(r), x @ (b + r)), finish)
 
 
 def _by_root(system: System, *, rescales: bool) -> Solution | None:

@@ -9,7 +9,7 @@ from blockhf.policies.damping import (
     RelativeDamping,
 )
 from blockhf.policies.sampling import AllSamples, NoiseScale, Sampling, StepCost
-from blockhf.policies.search import Backtracking, Choice, FixedStep, Proposal, Search, Situation
+from blockhf.policies.search import Backtracking, Choice, FixedStep, Proposal, Search, Situation, measured
 from blockhf.policies.subspace import Subspace
 
 __all__ = [
@@ -30,4 +30,5 @@ __all__ = [
     "Situation",
     "StepCost",
     "Subspace",
+    "measured",
 ]

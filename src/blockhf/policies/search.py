@@ -9,14 +9,16 @@ from __future__ import annotations
 
 import abc
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
+import torch
 from torch import Tensor
 
 from blockhf.point import Point
 from blockhf.policy import Policy, PolicyState
+from blockhf.scalars import read
 
 
 @dataclass(frozen=True)
@@ -56,6 +58,17 @@ class Proposal:
         """The change of the loss that the undamped model foretells for ``scale * lr * direction``."""
         length = scale * self.lr
         return length * self.slope + 0.5 * (length * length) * self.curvature  # ** raises on overflow
+
+
+def measured(proposals: Iterable[Proposal]) -> list[Proposal]:
+    """The proposals, of all of which slope and norm are known after one wait for the device."""
+    found = list(proposals)
+    norm = torch.linalg.vector_norm
+    numbers = read([own for each in found for own in (each.gradient @ each.direction, norm(each.direction))])
+    for place, each in enumerate(found):
+        (slope,), (length,) = numbers[2 * place : 2 * place + 2]
+        vars(each).update(slope=slope, norm=length)
+    return found
 
 
 @dataclass(frozen=True)

@@ -61,7 +61,8 @@ class Diagonal(Preconditioner):
             if known is not None and known.shape == new.shape:
                 average = known.to(new).lerp(new, 1 - weight)
             state.of(block.name)["average"] = average
-            shift = max(damping, 1e-6 * float(average.mean())) or 1.0
+            shift = (1e-6 * average.mean()).clamp_min(damping)
+            shift = torch.where(shift > 0, shift, 1.0)
             inverses.append(Scaling((average + shift).pow_(-self.exponent)))
         return inverses
 

@@ -30,6 +30,7 @@ from blockhf.preconditioners.base import Preconditioner
 from blockhf.preconditioners.parameter_uses import Use, find_uses
 from blockhf.ranks import Ranks
 from blockhf.samples import Part, Samples
+from blockhf.scalars import read
 
 Factors = dict[str, dict[str, Tensor]]
 """Of a block: by the place of a parameter, the factors of inputs and cotangents and their inverses."""
@@ -121,9 +122,8 @@ class Kronecker(Preconditioner):
                     self._backward(evaluation, part, draw, groups, uses, totals)
         totals.add_up(samples.ranks)
         weight = min(1 - 1 / num_steps, self.decay)
-        for (block, place), own in totals.finish().items():
-            if all(bool(tensor.isfinite().all()) for tensor in own.values()):
-                _average(_factors(state, block), place, own, weight)
+        for (block, place), own in _finite(totals.finish()).items():
+            _average(_factors(state, block), place, own, weight)
         return groups
 
     def _backward(
@@ -159,6 +159,12 @@ class Kronecker(Preconditioner):
             for group, gradient in zip(rest, gradients[len(factored) :], strict=True):
                 square = torch.zeros_like(group.weight) if gradient is None else gradient.square()
                 totals.add_diagonal(group.key, square.reshape(-1))
+
+
+def _finite(sums: dict[tuple[str, str], dict[str, Tensor]]) -> dict[tuple[str, str], dict[str, Tensor]]:
+    """Those whose numbers are all finite, by one wait for the device."""
+    fine = read([torch.stack([own.isfinite().all() for own in each.values()]) for each in sums.values()])
+    return {key: own for (key, own), flags in zip(sums.items(), fine, strict=True) if all(flags)}
 
 
 def _factors(state: PolicyState, block: str) -> Factors:
@@ -359,7 +365,8 @@ def _moments(
     if use.kind == "embedding":
         indices = saved(use.node, "indices").reshape(-1)
         size = saved(use.node, "weight_sym_argsize_0")
-        counts = torch.bincount(indices, minlength=size).to(gradient.dtype)
+        # bincount() would wait for the device.
+        counts = gradient.new_zeros(size).index_add_(0, indices, gradient.new_ones(len(indices)))
         rows = gradient.reshape(-1, gradient.shape[-1])
         yield counts, _second_moment(rows, max_size), len(indices)
         return
