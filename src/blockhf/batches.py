@@ -203,6 +203,46 @@ def _check_members(batch: Any) -> None:
             _check_members(value)
 
 
+_HASHED = 2**26
+"""The most numbers of a batch that are looked at to know it again."""
+
+
+def fingerprint(batch: Any) -> int | None:
+    """A number that batches of the same samples share, in whatever order these come.
+
+    It is made of the bits themselves, exactly. ``None`` where there are too many of them, or where samples
+    are kept in something else than tensors of real numbers.
+
+    >>> one, other = torch.tensor([[1.0], [2.0]]), torch.tensor([[2.0], [1.0]])
+    >>> fingerprint(one) == fingerprint(other), fingerprint(one) == fingerprint(-one)
+    (True, False)
+    """
+    tensors = [own.detach() for own in tensors_of(batch) if own.dim() > 0]
+    if not tensors or sum(own.numel() for own in tensors) > _HASHED or has_samples_elsewhere(batch):
+        return None
+    if any(own.is_complex() or own.is_quantized for own in tensors):
+        return None
+    total: Tensor | None = None
+    for number, size in enumerate(sorted({len(own) for own in tensors})):
+        rows = torch.full((size,), number, device=tensors[0].device)
+        for own in tensors:
+            if len(own) == size:
+                bits = _bits(own.reshape(size, -1))
+                odd = 2 * torch.arange(1, bits.shape[1] + 1, device=bits.device) * 0x9E3779B1 + 1
+                rows = (rows ^ (rows >> 31)) * 0x5851F42D4C957F2D + (bits * odd).sum(1).to(rows.device)
+        mixed = ((rows ^ (rows >> 29)) * 0x2545F4914F6CDD1D).sum()
+        total = mixed if total is None else total * 31 + mixed
+    assert total is not None
+    return int(total)
+
+
+def _bits(tensor: Tensor) -> Tensor:
+    if not tensor.is_floating_point():
+        return tensor.long()
+    kinds = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+    return tensor.contiguous().view(kinds[tensor.element_size()]).long()
+
+
 @dataclass(frozen=True)
 class Share:
     """What part of a set of samples is here, where several processes have them between them.

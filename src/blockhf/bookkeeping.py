@@ -131,6 +131,7 @@ class BlockOptimizer(Optimizer):
         states = {name: PolicyState.from_dict(own.to_dict()) for name, own in self.policy_state.items()}
         made_again = {"ledger": Ledger(), "structures": Structures(), "policy_state": states}
         own = {**self._policies(), **self._settings(), "report": self.report, "mesh": self.mesh}
+        own |= {name: vars(self)[name] for name in ("given", "_replaced") if name in vars(self)}
         return {**super().__getstate__(), **own, **made_again}
 
     def _transaction(self, blocks: Sequence[Block]) -> Restored:

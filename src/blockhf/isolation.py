@@ -131,7 +131,7 @@ class Restored(contextlib.AbstractContextManager["Restored"]):
     """
 
     def __init__(self, blocks: Sequence[Block], also: Callable[[], None]) -> None:
-        self.blocks, self._also = blocks, also
+        self.blocks, self.put_back = blocks, also
         self.origin = [block.values() for block in blocks]
         self._params = [param for block in blocks for param in block.params]
         self._random = RandomState(sorted({param.device for param in self._params}, key=str))
@@ -154,7 +154,7 @@ class Restored(contextlib.AbstractContextManager["Restored"]):
         for buffer, value in self._buffers:
             buffer.data.copy_(value)
         self._random.restore()
-        self._also()
+        self.put_back()
 
 
 @contextlib.contextmanager

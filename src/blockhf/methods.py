@@ -5,9 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
+import torch
+
+from blockhf.batches import batch_size, fingerprint
 from blockhf.bookkeeping import BlockOptimizer
-from blockhf.curvature import Auto, Factored
+from blockhf.curvature import Auto, Curvature, Factored, GaussNewton
 from blockhf.linalg import Cholesky, ConjugateGradient
+from blockhf.options import PLAN
+from blockhf.plan import Batch, why_complete
 from blockhf.policies import (
     AllSamples,
     Backtracking,
@@ -15,8 +20,12 @@ from blockhf.policies import (
     FixedStep,
     LevenbergMarquardt,
     RelativeDamping,
+    Sampling,
+    Search,
 )
+from blockhf.policy import PolicyState
 from blockhf.preconditioners import Identity
+from blockhf.samples import Structure
 
 if TYPE_CHECKING:
     from typing import Self  # from Python 3.11 on
@@ -32,8 +41,77 @@ def _plain() -> dict[str, Any]:
     }
 
 
+def without_noise() -> dict[str, Any]:
+    """For a batch that is all there is: all samples everywhere, exact solutions where they can be had."""
+    return {
+        "curvature_batch_size": None,
+        "products": Factored(other=Auto(), warns=False),
+        "solver": Cholesky(),
+        "search": Backtracking(max_tries=16, goes_on=True),
+        "sampling": AllSamples(),
+        "damping": RelativeDamping(),
+    }
+
+
 class NamedMethods(BlockOptimizer):
-    """The methods that ``BlockHF`` has by name. All take the options of ``BlockHF``."""
+    """The methods that ``BlockHF`` has by name. All take the options of ``BlockHF``.
+
+    Attributes:
+        given: Settings that the user has chosen, which hold whatever the batch is like.
+    """
+
+    given: set[str]
+    damping: DampingRule
+    search: Search
+    sampling: Sampling
+    curvature: Curvature
+    population: int | None
+    _replaced: dict[str, Any] | None = None
+    """What a batch without noise has put aside."""
+
+    def _adopt(self, batch: Any, curvature_batch: Any, structure: Structure) -> str:
+        """Take the policies for a batch that is all there is, or for a sample; why it is all, if it is."""
+        memory, again = self.policy_state[PLAN].shared, False
+        num_samples = None if batch is None else batch_size(batch)
+        if batch is not None and self.population is None and not memory.get("differs"):
+            again = (number := fingerprint(batch)) is not None and number == memory.get("fingerprint")
+            memory.update(differs="fingerprint" in memory and not again, fingerprint=number)
+        reason = why_complete(
+            Batch(
+                num_samples,
+                self.population,
+                takes_all=self.given == {"sampling"} and isinstance(self.sampling, AllSamples),
+                looks_for_noise="sampling" in self.given and self.sampling.needs_signal,
+                is_random=structure.is_random,
+                again=again,
+            )
+        )
+        if curvature_batch is not None or not self.mesh.is_alone or not self._can_be_exact():
+            reason = ""
+        if bool(reason) != (self._replaced is not None):
+            own = {name: policy for name, policy in without_noise().items() if name not in self.given}
+            before = {name: vars(self)[name] for name in own}
+            vars(self).update(own if reason else self._replaced or {})
+            self._replaced = before if reason else None
+        if bool(reason) != memory.get("is_complete", False):
+            memory["is_complete"] = bool(reason)
+            self._renew(is_first="num_updates" not in memory)
+        return reason
+
+    def _can_be_exact(self) -> bool:
+        """Whether neither the user's choices nor the kind of numbers speak against exact solutions."""
+        free = not {"solver", "products", "search", "damping"} & self.given
+        params = [param for group in self.param_groups for param in group["params"]]
+        usual = all(param.dtype in (torch.float32, torch.float64) for param in params)
+        return free and usual and isinstance(self.curvature, GaussNewton)
+
+    def _renew(self, *, is_first: bool) -> None:
+        """Begin anew with damping and search, but for what is set by hand."""
+        self.policy_state["search"] = PolicyState()
+        self.policy_state["damping"] = PolicyState()
+        for group in self.param_groups:
+            if not is_first or group["damping"] == self.defaults["damping"]:
+                group["damping"] = self.damping.initial
 
     @classmethod
     def paper(
@@ -130,16 +208,14 @@ class NamedMethods(BlockOptimizer):
             max_cg_steps: The most CG iterations, where exact solutions cannot be had.
             options: Further options of ``BlockHF``.
         """
-        settings = {
-            **_plain(),
-            "products": Factored(other=Auto()),
-            "solver": Cholesky(),
-            "search": Backtracking(max_tries=16, goes_on=True),
-        }
         make: Callable[..., Self] = cls  # with a subclass's options
         return make(
             params,
-            damping=RelativeDamping() if damping is None else damping,
             max_cg_steps=max_cg_steps,
-            **{**settings, **options},
+            **{
+                **without_noise(),
+                "products": Factored(other=Auto()),
+                **({} if damping is None else {"damping": damping}),
+                **options,
+            },
         )

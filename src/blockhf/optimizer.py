@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -156,6 +157,9 @@ class BlockHF(NamedMethods):
         self.curvature_batch_size, self.micro_batch_size = curvature_batch_size, micro_batch_size
         self.population, self.measure_memory, self.seed = population, measure_memory, seed
         self.reduction: Reduction = reduction
+        policies = {"products": products, "search": search, "solver": solver, "sampling": sampling}
+        given = {name for name, own in {**policies, "damping": damping}.items() if own is not None}
+        self.given = given if curvature_batch_size == 0.03 else given | {"curvature_batch_size"}
         self.check()
         options = {
             "lr": lr,
@@ -203,6 +207,8 @@ class BlockHF(NamedMethods):
                 before.protect(update.point.buffers)
                 update.point.commit(update.decayed(update.choice.update))
                 update.curvature.refresh_statistics()
+            if not update.is_sound:
+                before.put_back()
             return self._finish(update, accepted=not update.failed)
 
     @torch.enable_grad()
@@ -318,7 +324,9 @@ class BlockHF(NamedMethods):
         blocks = before.blocks
         structure, scope = self.structures.of(objective)
         self.ledger.begin(scope)
+        complete = self._adopt(batch, curvature_batch, structure) if searches else ""
         plan = self._plan(blocks, batch, curvature_batch, searches=searches)
+        plan = replace(plan, complete=complete)
         linearizer = Linearizer(self.curvature, self.products, self.policy_state["products"])
 
         def make_point(own: Any, share: Share) -> Point:

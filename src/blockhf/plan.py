@@ -22,6 +22,9 @@ from blockhf.policy import State
 FEWEST_SAMPLES = 600
 """Neither gradient nor, where a share is asked for, curvature is taken from fewer, if there are as many."""
 
+FEW_SAMPLES = 5000
+"""Up to so many samples a batch that is all there is has all of them taken for everything at each step."""
+
 SMALL_BLOCK = 1000
 """Where no block has more parameters, half as many samples are enough for curvature."""
 
@@ -78,6 +81,7 @@ class Plan:
         held_out: Those that neither gradient nor curvature may see, if there are any.
         seen: As many of the gradient's, to compare those held out with.
         given: Whether the curvature has a batch of its own.
+        complete: Why the samples are all there are, so that there is no noise; empty if they are not.
     """
 
     gradient: Role
@@ -85,6 +89,7 @@ class Plan:
     held_out: Role | None = None
     seen: Role | None = None
     given: bool = False
+    complete: str = ""
 
     @property
     def num_gradient(self) -> int:
@@ -106,6 +111,48 @@ class Plan:
 
 WITHOUT_BATCH = Plan(role := Role([1]), role)
 """For an objective of no arguments."""
+
+
+@dataclass(frozen=True)
+class Batch:
+    """What is known of the samples of a step before any of them is looked at closely.
+
+    Attributes:
+        num_samples: How many there are; ``None`` without a batch.
+        population: How many there are in all, where the user has said so.
+        takes_all: Whether the user asked for all samples everywhere, and has none held out.
+        looks_for_noise: Whether the user asked for a rule that goes by noise.
+        is_random: Whether the model draws random numbers, or its samples see each other.
+        again: Whether the very same samples were there in the step before.
+    """
+
+    num_samples: int | None
+    population: int | None = None
+    takes_all: bool = False
+    looks_for_noise: bool = False
+    is_random: bool = False
+    again: bool = False
+
+
+def why_complete(batch: Batch) -> str:
+    """Why a batch is all there is, so that its loss has no noise; empty where it is a sample, or a large one.
+
+    A large set is better met with some of its samples at a time.
+
+    >>> why_complete(Batch(300, population=300)), why_complete(Batch(64))
+    ('the batch is the population', '')
+    """
+    if batch.is_random or batch.looks_for_noise:
+        return ""
+    if batch.num_samples is None:
+        return "the objective has no batch"
+    if batch.takes_all:
+        return "all samples are asked for"
+    if batch.num_samples > FEW_SAMPLES:
+        return ""
+    if batch.population is not None:
+        return "the batch is the population" if batch.num_samples == batch.population else ""
+    return "the batch is the same again" if batch.again else ""
 
 
 def choose_sizes(

@@ -104,6 +104,7 @@ class StepReport:
         hints: What a newcomer may want to know, in sentences; at the first step alone.
         setup: Seconds of this step that later steps do not need again, by what they were spent on.
         spent: What the step was allowed to cost, and why, in words.
+        complete: Why the batch is taken for all there is, without noise; empty where it is a sample.
     """
 
     step: int
@@ -123,6 +124,7 @@ class StepReport:
     hints: Sequence[str] = ()
     setup: dict[str, float] = field(default_factory=dict)
     spent: str = ""
+    complete: str = ""
 
     @property
     def seconds(self) -> float:
@@ -181,6 +183,7 @@ class StepReport:
             + ("" if phase.peak_bytes is None else f" / {phase.peak_bytes / 2**20:.0f} MiB")
             for name, phase in self.phases.items()
         ]
+        samples += [f"without noise: {self.complete}"] if self.complete else []
         rows = {"samples": samples, "model": quality, "spent": [self.spent] if self.spent else []}
         lines += [f"  {name}: {', '.join(values)}" for name, values in rows.items() if values]
         width = max((len(block.label) for block in self.blocks), default=0)

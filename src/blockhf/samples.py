@@ -89,6 +89,14 @@ class Structure:
     def is_known(self) -> bool:
         return self.num_nodes > 0
 
+    @property
+    def is_random(self) -> bool:
+        """Whether parts may differ from the whole, or from themselves: by random numbers, or by BatchNorm."""
+        return any(
+            module.training and (isinstance(module, NORMS) or (isinstance(module, DROPOUTS) and module.p > 0))
+            for module in self.modules or self.referenced
+        )
+
     def note(self, evaluation: Evaluation, called: Iterable[nn.Module]) -> None:
         inner = [inner for module in called for inner in module.modules()]
         self.modules = list(dict.fromkeys([*inner, *self.referenced]))
@@ -261,7 +269,7 @@ class Samples:
         share = batch_size(first.batch) / (batch_size(first.batch) + batch_size(second.batch))
         expected = share * one + (1 - share) * other
         tolerance = torch.finfo(self.params[0].dtype).eps ** 0.5 * max(abs(one), abs(other))
-        if abs(expected - together) <= tolerance or self._draws_or_mixes():
+        if abs(expected - together) <= tolerance or self.structure.is_random:
             return None
         return (
             f"the losses of two micro-batches add up to {expected:.6g}, and that of both together is "
@@ -269,15 +277,6 @@ class Samples:
             "function(batch) is the sum of the "
             'weights, e.g. lambda batch: (batch["labels"] != -100).sum()'
         )
-
-    def _draws_or_mixes(self) -> bool:
-        """Whether parts may differ from the whole for other reasons: random numbers, or BatchNorm."""
-        norms = any(isinstance(module, NORMS) and module.training for module in self.structure.modules)
-        drops = any(
-            isinstance(module, DROPOUTS) and module.training and module.p > 0
-            for module in self.structure.modules
-        )
-        return norms or drops
 
     @property
     def params(self) -> list[Tensor]:

@@ -278,6 +278,7 @@ class Update:
             warnings=tuple(self.warnings),
             hints=tuple(hints),
             setup=dict(self.point.samples.ledger.setup),
+            complete=self.plan.complete,
         )
 
     def _block_reports(self, choice: Choice) -> list[BlockReport]:

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from blockhf import Auto, BlockHF, Traced, blocks
+from blockhf import Auto, BlockHF, NoiseScale, Traced, blocks
 from blockhf.curvature import auto
 from blockhf.plan import Sizes, draw_plan
 from cases import BATCH_NORM, CASES, CROSS_ENTROPY, DROPOUT, MLP, ONE_PER_NETWORK, Case
@@ -48,7 +48,7 @@ def test_it_lowers_the_loss_in_sample(case: Case, seed: int) -> None:
 @pytest.mark.parametrize("case", ONE_PER_NETWORK, ids=lambda case: case.name)
 def test_each_step_lowers_the_loss_on_the_samples_held_out_or_is_rejected(case: Case) -> None:
     model, batch = case.model(), case.batch(160)
-    optimizer = BlockHF(blocks.by_layer(model))
+    optimizer = BlockHF(blocks.by_layer(model), sampling=NoiseScale())
     torch.manual_seed(case.seed)
     num_accepted = 0
     for _ in range(6):
@@ -207,7 +207,7 @@ def test_held_out_samples_are_neither_in_the_gradient_nor_in_the_curvature() -> 
         outputs = model(batch / 200)
         return outputs, F.mse_loss(outputs, torch.sin(batch / 50))
 
-    optimizer = BlockHF(blocks.single(model))
+    optimizer = BlockHF(blocks.single(model), sampling=NoiseScale())
     drawn = set()
     for _ in range(5):
         calls.clear()

@@ -22,7 +22,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from blockhf import BlockHF, EmpiricalFisher, Hessian, StepReport, blocks
+from blockhf import BlockHF, EmpiricalFisher, Hessian, NoiseScale, StepReport, blocks
 from blockhf.curvature import auto
 from blockhf.preconditioners import Identity
 
@@ -176,8 +176,8 @@ def layers(**options: Any) -> Callable[[nn.Module], BlockHF]:
 RUNS: dict[str, dict[str, Run]] = {
     "default": {
         "noisy": Run(Noisy, layers(), 14, 1e-7),
-        "deterministic": Run(Deterministic, layers(), 14, 1e-9),
-        "without a batch": Run(WithoutBatch, layers(), 8, 1e-9),
+        "deterministic": Run(Deterministic, layers(sampling=NoiseScale()), 14, 1e-9),
+        "without a batch": Run(WithoutBatch, layers(sampling=NoiseScale()), 8, 1e-9),
         "formed blocks": Run(Formed, layers(), 8, 1e-10),
         "noisy, one block": Run(Noisy, lambda model: BlockHF(blocks.single(model)), 5, 1e-9),
         "noisy, of a population": Run(Noisy, layers(population=4000), 8, 1e-9),

@@ -10,6 +10,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -19,10 +20,13 @@ from blockhf.curvature.base import Curvature, Products, closeness, coarsest, dis
 from blockhf.curvature.double_backward import DoubleBackward
 from blockhf.curvature.gauss_newton import GaussNewton
 from blockhf.curvature.jacobian import FormingError, PerSampleJacobian, output_hessians
-from blockhf.linalg import BlockOperator, Root
+from blockhf.linalg import BlockOperator, Described, Root
 from blockhf.objective import Evaluation, check_outputs
 from blockhf.policy import PolicyState
 from blockhf.samples import Part, Samples
+
+_CONCAVE = 0.01
+"""Negative curvature of the loss up to this share of the largest is taken for rounding, and left out."""
 
 
 @dataclass(frozen=True)
@@ -34,12 +38,14 @@ class Factored(Products):
 
     Args:
         memory_budget: How many bytes the Jacobians of all blocks may take.
-        other: How to multiply where there is no root to be stored, which a warning then says once; without
-            it, ``linearize`` raises ``FormingError``.
+        other: How to multiply where there is no root to be stored; without it, ``linearize`` raises
+            ``FormingError``.
+        warns: Whether a warning says once that there is none.
     """
 
     memory_budget: int = 2**31
     other: Products | None = None
+    warns: bool = True
 
     def linearize(
         self, curvature: Curvature, samples: Samples, num_products: Sequence[int], state: PolicyState
@@ -56,11 +62,14 @@ class Factored(Products):
         operator = self.other.linearize(curvature, samples, num_products, state)  # or else the user's mistake
         if "no_root" not in state.shared:
             state.shared["no_root"] = reason
-            warnings.warn(
-                f"Jacobians cannot be stored: {reason}. Systems are solved by conjugate gradients instead.",
-                stacklevel=2,
-            )
-        return operator
+            if self.warns:
+                warnings.warn(
+                    f"Jacobians cannot be stored: {reason}. Systems are solved by conjugate gradients "
+                    "instead.",
+                    stacklevel=2,
+                )
+        notes = cache(lambda: [operator.note(index) for index in range(len(samples.blocks))])
+        return Described(operator, lambda: [f"{note} (no Jacobian stored: {reason})" for note in notes()])
 
     def _with_roots(self, curvature: Curvature, samples: Samples, state: PolicyState) -> BlockOperator:
         if not isinstance(curvature, GaussNewton):
@@ -243,6 +252,8 @@ def _scaled_slopes(evaluation: Evaluation, hessians: Tensor, weight: float) -> t
 
     A direction in which the loss is straight, as one of cross entropy's is, has no part in either.
     """
+    if hessians.dtype not in (torch.float32, torch.float64):
+        raise FormingError(f"the outputs are of type {hessians.dtype}, in which nothing can be factorized")
     slopes = torch.autograd.grad(
         evaluation.loss, evaluation.outputs, retain_graph=True, allow_unused=True, materialize_grads=True
     )
@@ -257,7 +268,8 @@ def _scaled_slopes(evaluation: Evaluation, hessians: Tensor, weight: float) -> t
         values, vectors = torch.linalg.eigh(hessians)
     rounding = 8 * hessians.shape[-1] * torch.finfo(values.dtype).eps
     largest = values.abs().amax(dim=1, keepdim=True)
-    if not bool((values >= -rounding * largest).all()):  # also where something is not a number
+    # Where a sample is fitted well, rounding in others of its derivatives than the largest shows.
+    if not bool((values >= -_CONCAVE * largest.max()).all()):  # also where something is not a number
         raise FormingError("the loss is not convex in the outputs")
     values = torch.where(values > rounding * largest, values, 0.0).sqrt()
     along = (vectors.transpose(1, 2) @ flat[..., None])[..., 0]

@@ -86,6 +86,10 @@ class BlockOperator(abc.ABC):
         """The square root of a diagonal block, where it is stored."""
         return None
 
+    def is_stored(self, block: int) -> bool:
+        """Whether a diagonal block, or its root, is stored, so that systems need no preconditioner."""
+        return self.dense(block) is not None or self.root(block) is not None
+
     def mean_diagonal(self, block: int, like: Tensor) -> float:
         """The mean of the diagonal of a diagonal block; where nothing is stored, an estimate by one product.
 

@@ -39,6 +39,11 @@ class Mesh(abc.ABC):
     rank: int
     everyone: Ranks
 
+    @property
+    def is_alone(self) -> bool:
+        """Whether there is but this process."""
+        return False
+
     @abc.abstractmethod
     def join(self, description: Mapping[str, Any], params: Sequence[Tensor]) -> None:
         """Make sure that all processes do the same, from rank 0's parameters.
@@ -113,6 +118,10 @@ class Local(Mesh):
         pass
 
     def owns(self, name: str) -> bool:
+        return True
+
+    @property
+    def is_alone(self) -> bool:
         return True
 
     def meet(self, numbers: Sequence[int], batch: Any, description: Mapping[str, Any]) -> list[list[int]]:
