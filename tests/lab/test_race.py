@@ -131,13 +131,15 @@ def test_the_table_has_memory_in_mib() -> None:
     cost = {"update": 30, "ge": 3, "seconds": 6, "peak_bytes": 3 * 2**20}
     result = {
         "targets": {"Adam": {"20": cost, "10": {**cost, "update": None}}},
+        "key": "train_loss",
+        "ends": {"Adam": {"train_loss": 12.5, "best": 13.0}},
         "memory": {"Adam": {"peak_bytes": 5 * 2**20, "state_bytes": None}},
         "settings": {"Adam": "adam:lr=0.1"},
     }
     console = Console(file=io.StringIO(), width=200)
     race.show(result, console)
     line = console.file.getvalue().splitlines()[3]
-    assert " ".join(line.split()) == "Adam 30 / 3.0 / 6 / 3 – 5 – adam:lr=0.1"
+    assert " ".join(line.split()) == "Adam 30 / 3.0 / 6 / 3 – 12.5 13 5 – adam:lr=0.1"
 
 
 def test_an_unknown_family_is_told(main: Main, capsys: pytest.CaptureFixture[str]) -> None:

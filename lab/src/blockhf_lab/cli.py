@@ -187,7 +187,14 @@ def _campaigns(fuzz: "typer.Typer") -> None:
 def _experiments(app: "typer.Typer") -> None:
     import typer
 
-    Task = Annotated[str, typer.Argument(metavar="TASK", help="autoencoder, lstm or cnn.")]
+    Task = Annotated[
+        str,
+        typer.Argument(
+            metavar="TASK",
+            help="autoencoder, lstm or cnn; without noise: poisson2d, poisson5d, heat, burgers, allen-cahn, "
+            "multiscale, inverse, curve-fit.",
+        ),
+    ]
     Preset = Annotated[
         str,
         typer.Option(
@@ -318,8 +325,16 @@ def _experiments(app: "typer.Typer") -> None:
         ] = None,
         seeds: Annotated[str, typer.Option(help="Numbers with commas between them.")] = "0,1,2",
         preset: Preset = "quick",
-        search: Annotated[str, typer.Option(help="Budget of each setting in the search.")] = "40ge",
-        budget: Annotated[str, typer.Option(help="Budget of each final run.")] = "200ge",
+        search: Annotated[
+            str,
+            typer.Option(
+                help="Budget of each setting in the search.", show_default="40ge, or seconds without noise"
+            ),
+        ] = "",
+        budget: Annotated[
+            str,
+            typer.Option(help="Budget of each final run.", show_default="200ge, or seconds without noise"),
+        ] = "",
         out: Annotated[
             Path | None, typer.Option(help="Folder of the race.", show_default="runs/race-TASK-PRESET")
         ] = None,
@@ -337,7 +352,13 @@ def _experiments(app: "typer.Typer") -> None:
         def run() -> bool:
             chosen = tasks.get(task, preset)
             plan = race.Plan(
-                task, preset, names or list(race.families(chosen)), _seeds(seeds), search, budget, threads
+                task,
+                preset,
+                names or list(race.families(chosen)),
+                _seeds(seeds),
+                search or chosen.race_search,
+                budget or chosen.race_budget,
+                threads,
             )
             return race.run(plan, chosen, out or Path("runs") / f"race-{task}-{preset}", Console(), data=data)
 

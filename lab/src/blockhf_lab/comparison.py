@@ -115,8 +115,10 @@ class Comparison:
 
     def check(self) -> None:
         """Raise where something is in it that cannot be shown."""
-        if self.settings["metric"] not in ("loss", "accuracy"):
-            raise ValueError(f"its metric is {self.settings['metric']!r}, but must be loss or accuracy")
+        if self.settings["metric"] not in ("loss", "accuracy", "error"):
+            raise ValueError(
+                f"its metric is {self.settings['metric']!r}, but must be loss, accuracy or error"
+            )
         for entry in self.entries:
             Spec.parse(entry.optimizer)
             if not entry.points:

@@ -41,10 +41,14 @@ class Unit:
 
 
 def unit(task: Task, model: nn.Module, samples: Samples) -> Unit:
-    """Count one gradient of the task on a few samples, and scale to the large batch."""
+    """Count one gradient of the task on a few samples, and scale to the large batch.
+
+    Where there is no product of matrices, a parameter at a sample counts as one.
+    """
     batch = samples.take(slice(0, _COUNTED_SAMPLES))
     params = [param for param in model.parameters() if param.requires_grad]
     with FlopCounterMode(display=False) as counter:
         _, loss = task.objective(model)(batch)
         torch.autograd.grad(loss, params)
-    return Unit(task.large_batch, counter.get_total_flops() / len(batch[0]) * task.large_batch)
+    counted = counter.get_total_flops() or len(batch[0]) * sum(param.numel() for param in params)
+    return Unit(task.large_batch, counted / len(batch[0]) * task.large_batch)

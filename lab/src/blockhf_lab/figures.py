@@ -132,9 +132,10 @@ def panels(compared: Comparison, axis: str) -> list[list[Panel]]:
         sides.append((_title([methods[index][0] for index in recipe + others]), recipe + others))
     if second and second != others:
         sides.append((_title([methods[index][0] for index in second]), second))
-    is_accuracy = compared.settings["metric"] == "accuracy"
+    metric = compared.settings["metric"]
+    is_accuracy = metric == "accuracy"
     rows = (
-        ("train loss" if is_accuracy else "train error", "train_loss", True),
+        ("train error" if metric == "loss" else "train loss", "train_loss", True),
         ("test accuracy" if is_accuracy else "test error", compared.test_key, not is_accuracy),
     )
     return [

@@ -10,6 +10,8 @@ A spec is a name and, after a colon, options with commas between them::
     block-hf:curvature=1200         the paper's recipe with the task's settings and blocks
     hf:curvature=1200               the same with one block
     blockhf:lr=1,blocks=layer       BlockHF as it comes, with the task's blocks or others
+    least-squares                   BlockHF.least_squares, for tasks without noise
+    kernel-gn:damping=1e-6          and ssbfgs, full-lbfgs, adam-lbfgs: for such tasks too, see ``rivals``
 
 ``batch`` is the number of samples of an update, the task's large batch unless it is named; ``curvature`` the
 number of those that curvature is taken from; ``schedule=cosine`` lets ``lr`` fall to zero over the budget.
@@ -50,6 +52,7 @@ from blockhf.report import StepReport
 from blockhf_lab.costs import Unit
 from blockhf_lab.muon import Muon
 from blockhf_lab.ranks import ALONE, Ranks
+from blockhf_lab.rivals import AdamThenLBFGS, KernelGaussNewton, SelfScaledBFGS, full_lbfgs
 from blockhf_lab.tasks import Batch, Task
 
 FIRST_ORDER: Mapping[str, Callable[..., Optimizer]] = {
@@ -59,8 +62,12 @@ FIRST_ORDER: Mapping[str, Callable[..., Optimizer]] = {
         if isinstance(kind, type) and issubclass(kind, Optimizer) and name not in ("Optimizer", "SparseAdam")
     },
     "muon": Muon,
+    "ssbfgs": SelfScaledBFGS,
+    "kernel-gn": KernelGaussNewton,
+    "full-lbfgs": full_lbfgs,
+    "adam-lbfgs": AdamThenLBFGS,
 }
-"""The optimizers of torch, by their names in small letters.
+"""The optimizers of torch, by their names in small letters, and ours to compare with.
 
 Muon is our own: torch's takes matrices alone. SparseAdam is left out: no task has sparse gradients.
 """
@@ -71,7 +78,7 @@ OPTIONAL: Mapping[str, str] = {"soap": "SOAP"}
 MULTIPLY = ("muon", *OPTIONAL)
 """Optimizers whose own products and factorizations of matrices are no small part of their cost."""
 
-SECOND_ORDER = ("block-hf", "hf", "blockhf")
+SECOND_ORDER = ("block-hf", "hf", "blockhf", "least-squares")
 
 WITHOUT: Mapping[str, Callable[[], dict[str, Any]]] = {
     "held-out": lambda: {"search": Subspace(held_out=0.0)},
@@ -84,6 +91,13 @@ WITHOUT: Mapping[str, Callable[[], dict[str, Any]]] = {
 }
 """Parts of the default method, and what it has in their place without them."""
 
+_NAMES = {
+    "least-squares": "BlockHF.least_squares",
+    "full-lbfgs": "L-BFGS",
+    "ssbfgs": "self-scaled BFGS",
+    "kernel-gn": "kernel Gauss-Newton",
+    "adam-lbfgs": "Adam, then L-BFGS",
+}
 _OURS = ("batch", "schedule")
 _OURS_SECOND = (*_OURS, "curvature", "blocks", "without")
 PARTITIONS: Mapping[str, Callable[[nn.Module], list[blocks.Group]]] = {
@@ -197,7 +211,7 @@ class Spec:
     @property
     def kind(self) -> str:
         """Its name for people."""
-        names = {"block-hf": "block HF", "hf": "HF", "blockhf": "BlockHF", **OPTIONAL}
+        names = {"block-hf": "block HF", "hf": "HF", "blockhf": "BlockHF", **_NAMES, **OPTIONAL}
         return names[self.name] if self.name in names else FIRST_ORDER[self.name].__name__
 
     @property
@@ -279,6 +293,9 @@ class Spec:
             common |= WITHOUT[self.options["without"]]()
         if self.name == "blockhf":
             return BlockHF(partition(model), **{**common, **rest})
+        if self.name == "least-squares":
+            del common["products"]
+            return BlockHF.least_squares(partition(model), **{**common, **rest})
         return BlockHF.paper(partition(model), **{**common, **task.recipe, **rest})
 
     def _class(self) -> Callable[..., Optimizer]:
@@ -320,7 +337,7 @@ class Method:
         ranks: Ranks = ALONE,
     ) -> None:
         self.optimizer, self._spec, self._task = optimizer, spec, task.name
-        self._params, self._ranks = list(model.parameters()), ranks
+        self._model, self._params, self._ranks = model, list(model.parameters()), ranks
         self._unit = unit
         self._objective = task.objective(model)
         self._decays = "schedule" in spec.options
@@ -338,6 +355,12 @@ class Method:
             report = self.optimizer.report
             assert report is not None
             return Step(float(loss), self._unit.of_report(report), report)
+        if isinstance(self.optimizer, KernelGaussNewton):
+            with flops.Counter() as counter:
+                before = self.optimizer.minimize(self._model, self._objective, batch)
+            return Step(before, counter.flops / self._unit.flops)
+        if isinstance(self.optimizer, AdamThenLBFGS):
+            self.optimizer.spent = spent
         num_gradients = 0
 
         def closure() -> Tensor:

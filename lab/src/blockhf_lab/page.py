@@ -71,7 +71,8 @@ def page(compared: Comparison) -> bytes:
 
 def headings(compared: Comparison) -> list[str]:
     """The heads of the table of results."""
-    is_accuracy = compared.settings["metric"] == "accuracy"
+    metric = compared.settings["metric"]
+    is_accuracy = metric == "accuracy"
     sign, test = ("≥", "test accuracy") if is_accuracy else ("≤", "test error")
     return [
         "optimizer",
@@ -80,7 +81,7 @@ def headings(compared: Comparison) -> list[str]:
         "seconds",
         "peak MiB",
         "kept MiB",
-        "train loss" if is_accuracy else "train error",
+        "train error" if metric == "loss" else "train loss",
         f"best {test}",
         *(f"{test} {sign} {target:g}" for target in compared.settings["targets"]),
         "end",

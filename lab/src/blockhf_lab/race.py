@@ -13,6 +13,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from rich.console import Console
 
 from blockhf_lab import commands, comparison, files, page
@@ -22,6 +23,8 @@ from blockhf_lab.runs import Config
 from blockhf_lab.tasks import Task
 
 _RATES = (3e-4, 1e-3, 3e-3, 1e-2)
+_MOST_DENSE = 5000  # parameters of an optimizer that keeps a matrix of them
+_HEADS = ("train at the end", "best test", "peak", "state")
 _GROWTH = 1.5  # of updates between the evaluations of a search, which would else take longer than its updates
 
 TARGETS: Mapping[str, tuple[float, ...]] = {
@@ -41,8 +44,10 @@ def families(task: Task) -> dict[str, list[str]]:
     K-FAC has dampings.
 
     ``blockhf`` gets all of the autoencoder's data, of which it takes what it needs; where the large batch is
-    fixed, as for the CNN, that one.
+    fixed, as for the CNN, that one. Tasks without noise have families of their own.
     """
+    if task.is_complete:
+        return _complete_families(task)
     small, large = min(task.adam_batches), task.large_batch
     own = f"batch={task.race_batch}"
 
@@ -72,6 +77,25 @@ def families(task: Task) -> dict[str, list[str]]:
         "Muon": grid("muon", (1e-3, 3e-3, 1e-2, 3e-2)),
         "SOAP": grid("soap"),
     }
+
+
+def _complete_families(task: Task) -> dict[str, list[str]]:
+    """Those for all points in each update: three settings where there is something to set."""
+    with torch.random.fork_rng():
+        num_params = sum(param.numel() for param in task.make_model().parameters())
+    found = {
+        "blockhf": ["blockhf"],
+        "least squares": ["least-squares"],
+        "Adam": [f"adam:lr={rate:g}" for rate in _RATES[1:]],
+        "L-BFGS": ["full-lbfgs"],
+        "Adam, L-BFGS": ["adam-lbfgs"],
+        "SOAP": [f"soap:lr={rate:g}" for rate in _RATES[1:]],
+        "self-scaled BFGS": ["ssbfgs"],
+        "kernel Gauss-Newton": [f"kernel-gn:damping={damping}" for damping in ("1e-4", "1e-6", "1e-8")],
+    }
+    if num_params > _MOST_DENSE:
+        del found["self-scaled BFGS"]
+    return found
 
 
 @dataclass(frozen=True)
@@ -110,7 +134,9 @@ def run(plan: Plan, task: Task, out: Path, console: Console, *, data: Path | Non
             config.complete()
     if unknown := [name for name in plan.names if name not in known]:
         raise ValueError(f"There is no family {', '.join(unknown)}. There are {', '.join(known)}.")
-    targets = task.targets if plan.preset == "quick" else TARGETS.get(plan.task, task.targets)
+    is_own = task.is_complete or plan.preset == "quick"
+    targets = task.targets if is_own else TARGETS.get(plan.task, task.targets)
+    key = task.test_key if task.is_complete else "train_loss"
     names = [name for name in plan.names if Spec.parse(known[name][0]).is_available]
     if missing := [name for name in plan.names if name not in names]:
         console.print(
@@ -147,7 +173,9 @@ def run(plan: Plan, task: Task, out: Path, console: Console, *, data: Path | Non
     result = {
         "plan": asdict(plan),
         "settings": chosen,
-        "targets": table(raced, by_spec, targets),
+        "key": key,
+        "targets": table(raced, by_spec, targets, key),
+        "ends": ends(raced, by_spec),
         "memory": memory(raced, by_spec),
     }
     files.write(out / "race.json", files.to_json(result, indent=2))
@@ -156,20 +184,28 @@ def run(plan: Plan, task: Task, out: Path, console: Console, *, data: Path | Non
 
 
 def table(
-    compared: Comparison, names: Mapping[str, str], targets: Sequence[float]
+    compared: Comparison, names: Mapping[str, str], targets: Sequence[float], key: str = "train_loss"
 ) -> dict[str, dict[str, dict[str, Any]]]:
-    """For each family and target of the train loss, what it took: medians over the seeds, and how many."""
+    """For each family and target, of the train loss or an error, what it took: medians, and of how many."""
     result: dict[str, dict[str, dict[str, Any]]] = {}
     for spec, entries in compared.methods():
         name = names.get(str(spec), str(spec))
         result[name] = {}
         for target in targets:
-            points = [comparison.first(entry, "train_loss", target.__ge__) for entry in entries]
+            points = [comparison.first(entry, key, target.__ge__) for entry in entries]
             result[name][f"{target:g}"] = {
                 "reached": f"{len(points) - points.count(None)}/{len(points)}",
-                **asdict(comparison.cost(entries, "train_loss", target.__ge__)),
+                **asdict(comparison.cost(entries, key, target.__ge__)),
             }
     return result
+
+
+def ends(compared: Comparison, names: Mapping[str, str]) -> dict[str, dict[str, float | None]]:
+    """For each family the train loss at the end, and the best value of the test: medians over the seeds."""
+    return {
+        names.get(str(line.spec), str(line.spec)): {"train_loss": line.train, "best": line.best}
+        for line in comparison.summaries(compared)
+    }
 
 
 def memory(compared: Comparison, names: Mapping[str, str]) -> dict[str, dict[str, float | None]]:
@@ -190,13 +226,16 @@ def show(result: Mapping[str, Any], console: Console) -> None:
     for name, own in result["targets"].items():
         cells = [_cell(own[target]) for target in targets]
         sizes = map(page.mebibytes, result["memory"][name].values())
-        rows.append([name, *cells, *sizes, result["settings"].get(name, "")])
-    heads = ["family", *(f"train ≤ {target}" for target in targets), "peak", "state", "setting"]
+        last = map(page.number, result["ends"][name].values())
+        rows.append([name, *cells, *last, *sizes, result["settings"].get(name, "")])
+    what = "train" if result["key"] == "train_loss" else "error"
+    heads = ["family", *(f"{what} ≤ {target}" for target in targets), *_HEADS, "setting"]
     shown = commands.table(heads, rows)
     shown.caption = (
-        "Updates / GE / seconds / peak of memory until the train loss first was that low; medians over the "
-        "seeds. The peak in MiB is beyond what was there before the run, that of the whole run in its own "
-        "column, and what of it the optimizer keeps from update to update beside."
+        "Updates / GE / seconds / peak of memory until the train loss, or the error, first was that low; "
+        "medians over the seeds. Then the train loss at the end and the best test. The peak in "
+        "MiB is beyond what was there before the run, that of the whole run in its own column, and what of "
+        "it the optimizer keeps from update to update beside."
     )
     shown.caption_justify = "left"
     console.print(shown)

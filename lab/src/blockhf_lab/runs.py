@@ -139,7 +139,7 @@ class Config:
             optimizer=str(Spec.parse(self.optimizer)),
             budget=str(Budget.parse(self.budget or task.budget)),
             stop=stop,
-            threads=self.threads or torch.get_num_threads(),
+            threads=self.threads or task.threads or torch.get_num_threads(),
             growth=self.growth or task.growth,
         )
 
@@ -428,6 +428,8 @@ class Run:
         )
 
     def _batch(self) -> tasks.Batch:
+        if self.task.is_complete and self.batch_size == len(self.train):
+            return self.train.take(slice(None))
         epoch, place = divmod(self.progress.update, self.updates_per_epoch)
         if self._order is None or self._order[0] != epoch:
             self._order = epoch, order(len(self.train), self.config.seed, epoch)
@@ -441,8 +443,8 @@ class Run:
         tested = self.model if self.averaged is None else self.averaged
         front = slice(0, self.task.num_evaluated)
         parts = {
-            "train": tasks.evaluate(self.task, self.model, Samples(*self.train.take(front))),
-            "test": tasks.evaluate(self.task, tested, self.test),
+            "train": self.task.train_metrics(self.model, Samples(*self.train.take(front))),
+            "test": self.task.test_metrics(tested, self.test),
         }
         return {
             "evaluation": {

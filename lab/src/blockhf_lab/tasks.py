@@ -1,9 +1,10 @@
 """The paper's three tasks: network, data, blocks, settings, and what is measured.
 
-Each comes in four sizes. ``paper`` is the paper's own. ``long`` has the paper's networks and data for runs of
-hours: fewer samples are evaluated, and the CNN is laid out and compiled for speed. ``cpu`` has the full data
-and about ten minutes a run on two cores. ``quick`` takes the digits that the lab carries and a small
-network, shows that all works in a few minutes, and says nothing about optimizers.
+The tasks without noise are in ``physics``. Each of the paper's comes in four sizes. ``paper`` is the paper's
+own. ``long`` has the paper's networks and data for runs of hours: fewer samples are evaluated, and the CNN is
+laid out and compiled for speed. ``cpu`` has the full data and about ten minutes a run on two cores. ``quick``
+takes the digits that the lab carries and a small network, shows that all works in a few minutes, and says
+nothing about optimizers.
 """
 
 from __future__ import annotations
@@ -70,6 +71,10 @@ class Task:
             runs would else be tested near their start. The paper has none.
         stop: When a run ends before its budget: see ``runs.Config``.
         compile: Whether HF compiles its products, which changes their speed alone.
+        race_search: Budget of each setting in the search of a race, unless another is named.
+        race_budget: Budget of the final runs of a race, unless another is named.
+        threads: Of torch, unless others are named; zero for torch's own.
+        is_complete: Whether all samples, in their order, are in each update; there is no noise then.
     """
 
     name: str
@@ -79,7 +84,7 @@ class Task:
     make_blocks: Callable[[nn.Module], list[Group]]
     loss: Callable[[Tensor, Tensor], Tensor]
     load: Callable[[Path | None], tuple[Samples, Samples]]
-    metric: Literal["loss", "accuracy"]
+    metric: Literal["loss", "accuracy", "error"]
     large_batch: int
     race_batch: int
     curvature_batches: tuple[int, ...]
@@ -93,6 +98,10 @@ class Task:
     averaging_warm_up: bool = False
     stop: str = "budget"
     compile: bool = False
+    race_search: str = "40ge"
+    race_budget: str = "200ge"
+    threads: int = 0
+    is_complete: bool = False
 
     @property
     def test_key(self) -> str:
@@ -114,8 +123,18 @@ class Task:
 
         return evaluate
 
+    def train_metrics(self, model: nn.Module, samples: Samples) -> dict[str, float]:
+        """What training samples are judged by."""
+        return evaluate(self, model, samples)
+
+    def test_metrics(self, model: nn.Module, samples: Samples) -> dict[str, float]:
+        """What test samples are judged by."""
+        return evaluate(self, model, samples)
+
     def figure(self) -> list[str]:
-        """The optimizers of the paper's figure, for ``optimizers.Spec.parse``."""
+        """The optimizers of the paper's figure, for ``optimizers.Spec.parse``; others without noise."""
+        if self.is_complete:
+            return ["blockhf", "least-squares", "adam:lr=0.003", "full-lbfgs", "ssbfgs", "kernel-gn"]
         return [
             *(f"block-hf:curvature={size}" for size in self.curvature_batches),
             *(f"hf:curvature={size}" for size in self.curvature_batches),
@@ -167,11 +186,14 @@ def get(name: str, preset: str = "cpu") -> Task:
     >>> get("autoencoder", "paper").figure()[0]
     'block-hf:curvature=3000'
     """
-    if name not in TASKS:
-        raise ValueError(f"There is no task {name!r}. There are {', '.join(TASKS)}.")
+    from blockhf_lab import physics  # which builds on this module
+
+    known: Mapping[str, Callable[[Any], Task]] = {**TASKS, **physics.TASKS}
+    if name not in known:
+        raise ValueError(f"There is no task {name!r}. There are {', '.join(known)}.")
     if preset not in PRESETS:
         raise ValueError(f"There is no preset {preset!r}. There are {', '.join(PRESETS)}.")
-    return TASKS[name](preset)
+    return known[name](preset)
 
 
 def _autoencoder(preset: Preset) -> Task:
@@ -355,7 +377,7 @@ TASKS: Mapping[str, Callable[[Any], Task]] = {
     "lstm": _lstm,
     "cnn": _residual,
 }
-"""The tasks by name; each is made for a preset."""
+"""The paper's tasks by name; each is made for a preset."""
 
 
 def _sequences(pictures: Tensor) -> Tensor:
