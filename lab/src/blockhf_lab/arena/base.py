@@ -93,10 +93,10 @@ def evaluate(task: Task, model: nn.Module, samples: Batch, chunk: int = 2000) ->
     """
     buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
     total, size = 0.0, len(samples[0])
-    for start in range(0, size, chunk):
-        part = take(samples, slice(start, start + chunk))
-        total += float(task.loss(model, part)[1].detach()) * len(part[0])
     with torch.no_grad():
+        for start in range(0, size, chunk):
+            part = take(samples, slice(start, start + chunk))
+            total += float(task.loss(model, part)[1].detach()) * len(part[0])
         for buffer, value in buffers:
             buffer.copy_(value)
     return total / size
