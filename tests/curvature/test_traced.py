@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -256,3 +257,25 @@ def test_slices_of_a_recurrence_are_put_together_at_once() -> None:
     targets = [str(node.target) for node in trace._product.graph.nodes]
     assert "aten.select_backward.default" not in targets
     assert "aten.stack.default" in targets
+
+
+def test_a_record_that_does_not_run_is_no_trace() -> None:
+    """The LSTM of oneDNN is recorded with an argument that its kernel does not take back."""
+    torch.manual_seed(0)
+    lstm, head = nn.LSTM(32, 96, batch_first=True), nn.Linear(96, 5)
+    model = nn.ModuleDict({"lstm": lstm, "head": head})
+    batch = (torch.randn(256, 8, 32), torch.randint(0, 5, (256,)))
+
+    def objective(batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        outputs = head(lstm(batch[0])[0][:, -1])
+        return outputs, nn.functional.cross_entropy(outputs, batch[1])
+
+    optimizer = BlockHF(blocks.by_module(model))
+    with warnings.catch_warnings():  # torch has other kernels on other machines
+        warnings.filterwarnings(
+            "ignore", "This objective cannot be traced: the recorded operations do not run"
+        )
+        first = optimizer.step(objective, batch)
+    assert optimizer.report is not None
+    assert optimizer.report.accepted
+    assert float(optimizer.step(objective, batch)) < float(first)

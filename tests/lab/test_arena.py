@@ -64,9 +64,7 @@ def test_evaluation_is_the_mean_over_all_samples_and_moves_no_buffer() -> None:
     model = task.model(0)
     evaluate(task, model, samples)
     assert all(torch.equal(before[name], buffer) for name, buffer in model.named_buffers())
-    parts = [
-        float(task.loss(model, take(samples, slice(start, start + 3)))[1].detach()) for start in (0, 3)
-    ]
+    parts = [float(task.loss(model, take(samples, slice(start, start + 3)))[1].detach()) for start in (0, 3)]
     assert evaluate(task, task.model(0), samples, chunk=3) == pytest.approx(math.fsum(parts) / 2, rel=1e-6)
 
 

@@ -24,6 +24,7 @@ from blockhf.batches import rebuild, tensors_of
 from blockhf.blocks import Block
 from blockhf.curvature.base import Curvature, Products, closeness, over_parts, probe
 from blockhf.curvature.fisher import MonteCarloFisher
+from blockhf.curvature.reasons import in_words
 from blockhf.curvature.trace import Trace, TracedPart
 from blockhf.fx_graphs import TracingError
 from blockhf.linalg import BlockOperator, Described
@@ -113,8 +114,13 @@ class Traced(Products):
         modules = samples.structure.modules
         trace = Trace(curvature, samples.objective, part.batch, samples.blocks, modules)
         trace.compile = self.compile
-        operator, _ = trace.at(samples, part)
-        self._check(curvature, samples, part, operator)
+        try:
+            operator, _ = trace.at(samples, part)
+            self._check(curvature, samples, part, operator)
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError as error:  # oneDNN's LSTM can be recorded, but not run from the record
+            raise TracingError(f"the recorded operations do not run: {in_words(error)}") from error
         setup = samples.ledger.setup
         setup["tracing"] = setup.get("tracing", 0.0) + time.perf_counter() - start
         return trace

@@ -295,6 +295,7 @@ _LIST = (
         batches=(64, 512),
         own_batch=None,
         seconds=3,
+        rates=(1e-3, 3e-3, 1e-2, 3e-2),
         sgd_rates=(1e-5, 1e-4, 1e-3, 1e-2),
         has_lbfgs=True,
     ),
@@ -308,6 +309,7 @@ _LIST = (
         batches=(64, 512),
         own_batch=None,
         seconds=3,
+        rates=(1e-3, 3e-3, 1e-2, 3e-2),
         has_lbfgs=True,
     ),
     Task(

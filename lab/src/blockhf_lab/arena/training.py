@@ -114,6 +114,7 @@ def train(
     seed: int,
     seconds: float,
     *,
+    growth: float = GROWTH,
     stop_at: float | None = None,
     on_point: Callable[[Point, Method], None] | None = None,
 ) -> dict[str, Any]:
@@ -125,6 +126,7 @@ def train(
         spec: The optimizer.
         seed: Of the model and of the order of the samples.
         seconds: CPU seconds of updates.
+        growth: Of the CPU seconds from one evaluation to the next.
         stop_at: A loss at which the run ends.
         on_point: Is told of each evaluation.
 
@@ -149,7 +151,7 @@ def train(
         if used < due and used < seconds:
             continue
         loss = evaluate(task, model, data.evaluated)
-        due = used * GROWTH
+        due = used * growth
         points.append(Point(update, None if math.isnan(ge) else ge, used, loss))
         if on_point is not None:
             on_point(points[-1], method)

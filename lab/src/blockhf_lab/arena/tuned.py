@@ -1,14 +1,27 @@
-"""Targets and chosen settings, fixed once by ``blockhf arena derive`` and kept in ``tuned.json``."""
+"""Targets and chosen settings, fixed once from the peers' records and kept in ``tuned.json``.
+
+``python -m blockhf_lab.arena.tuned FOLDER`` derives both: of each family the setting whose loss came lowest
+in the search, and as targets what the best tuned peer reached after a tenth, a third and all of its budget
+with seed 0, rounded up by 1 %. ``blockhf`` and K-FAC have no part in the targets.
+"""
 
 from __future__ import annotations
 
+import argparse
 import functools
+import math
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from blockhf_lab import files
+from blockhf_lab.arena import families, tasks
+from blockhf_lab.arena.records import Record
+from blockhf_lab.arena.records import read as read_records
 
 FILE = Path(__file__).with_name("tuned.json")
+SHARES = (0.1, 1 / 3, 1.0)
+"""Of a peer's budget, after which its losses are the targets."""
 
 
 @functools.cache
@@ -28,3 +41,75 @@ def setting(task: str, family: str) -> str | None:
     """What the search chose; none where there was none."""
     found: str | None = read().get(task, {}).get("settings", {}).get(family)
     return found
+
+
+def choose(found: Sequence[Record]) -> dict[str, dict[str, str]]:
+    """For each task and family the setting whose loss came lowest in the search."""
+    best: dict[tuple[str, str], tuple[float, str]] = {}
+    for record in found:
+        if record.stage != "search":
+            continue
+        key, own = (record.task, record.family), (_final(record), record.optimizer)
+        best[key] = min(best.get(key, (math.inf, record.optimizer)), own)
+    chosen: dict[str, dict[str, str]] = {}
+    for (task, family), (_, optimizer) in best.items():
+        chosen.setdefault(task, {})[family] = optimizer
+        for other, same in families.SHARED.items():
+            if same == family:
+                chosen[task][other] = optimizer.replace(same.lower(), other.lower())
+    return chosen
+
+
+def derive(found: Sequence[Record]) -> dict[str, Any]:
+    """Settings and targets of the tasks whose peers are on record."""
+    result: dict[str, Any] = {}
+    for task, settings in choose(found).items():
+        peers = [
+            record
+            for record in found
+            if record.task == task
+            and (record.stage, record.seed) == ("final", 0)
+            and record.family not in (families.DEFAULT, "K-FAC")
+            and record.status == "finished"
+        ]
+        result[task] = {"settings": {name: settings[name] for name in families.NAMES if name in settings}}
+        if peers:
+            best = min(peers, key=lambda record: record.best())
+            losses = [best.best(share * best.budget) for share in SHARES]
+            result[task] |= {
+                "targets": [float(f"{1.01 * loss:.4g}") for loss in losses],
+                "from": best.optimizer,
+                "seconds": best.budget,
+            }
+    return {name: result[name] for name in tasks.TASKS if name in result}
+
+
+def _final(record: Record) -> float:
+    """The lowest loss of a run; that of one that diverged or failed is nothing to go by."""
+    return record.best() if record.status in ("finished", "reached") else math.inf
+
+
+def merge(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, Any]:
+    """Targets that are fixed stay; settings follow the records."""
+    kept = ("targets", "from", "seconds")
+    return {
+        name: {
+            **new.get(name, {}),
+            **{key: old.get(name, {})[key] for key in kept if key in old.get(name, {})},
+        }
+        for name in tasks.TASKS
+        if name in old or name in new
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("folder", type=Path, help="of the records")
+    parser.add_argument("--anew", action="store_true", help="fix the targets anew, too")
+    arguments = parser.parse_args()
+    new = derive(read_records(arguments.folder))
+    files.write(FILE, files.to_json(new if arguments.anew else merge(read(), new), indent=2))
+
+
+if __name__ == "__main__":
+    main()
