@@ -60,6 +60,13 @@ def test_a_report_is_one_line() -> None:
     assert str(REJECTED) == "step 1: loss nan; rejected: the loss is not finite; 0.00 s"
 
 
+def test_blocks_without_cg_steps_are_counted() -> None:
+    exact = replace(ENCODER, num_steps=0)
+    assert "; 7 CG steps, 2 blocks exact, shrunk to 0.5; " in str(
+        replace(ACCEPTED, blocks=[exact, ENCODER, exact])
+    )
+
+
 def test_details_have_a_line_per_block_and_one_for_the_cost() -> None:
     step, model, encoder, head, cost = ACCEPTED.details().splitlines()
     assert step == str(ACCEPTED)
@@ -97,9 +104,9 @@ def test_a_way_to_products_that_all_blocks_share_is_named_once() -> None:
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"num_steps": 0}, "solved exactly"),
+        ({"num_steps": 0}, "exact"),
         ({"num_steps": 0, "norm": 0.0}, "no gradient"),
-        ({"num_steps": 0, "status": "step limit"}, "preconditioned gradient"),
+        ({"num_steps": 0, "status": "step limit"}, "preconditioner alone"),
         ({"num_steps": 0, "status": "no influence"}, "0 CG steps, no influence"),
     ],
 )

@@ -16,7 +16,7 @@ import torch
 
 from blockhf._torch import peak_memory, reset_peak_memory
 
-_WITHOUT_CG = {"converged": "solved exactly", "step limit": "preconditioned gradient"}
+_WITHOUT_CG = {"converged": "exact", "step limit": "preconditioner alone"}
 
 
 @dataclass(frozen=True)
@@ -160,7 +160,10 @@ class StepReport:
         if self.loss_before is not None:
             after = f", {self.compared} {self.loss_before:.6g}{after}"
         num_steps = sum(block.num_steps for block in self.blocks)
-        done = [f"{num_steps} CG steps"] if num_steps else list({block.solved: None for block in self.blocks})
+        done = [f"{num_steps} CG steps"] if num_steps else []
+        for words in _WITHOUT_CG.values():
+            if number := sum(block.solved == words for block in self.blocks):
+                done.append(f"{number} block{'s' if number > 1 else ''} {words}")
         done.append(self.reason if self.accepted else f"rejected: {self.reason}")
         parts = [f"step {self.step}: loss {self.loss:.6g}{after}", ", ".join(done), f"{self.seconds:.2f} s"]
         lines = ["; ".join([*parts, *self.unusual()])]

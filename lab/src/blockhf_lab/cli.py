@@ -395,6 +395,22 @@ def _experiments(app: "typer.Typer") -> None:
         with _telling():
             claims_page.run(records, page, Console())
 
+    @app.command()
+    def readme(
+        page: Annotated[Path, typer.Argument(help="The README.")] = Path("README.md"),
+        records: Annotated[Path, typer.Option(help="Records of its table and figure.")] = Path(
+            "results/race-autoencoder/comparison.json"
+        ),
+        image: Annotated[Path, typer.Option(help="The figure.")] = Path("docs/images/race.png"),
+    ) -> None:
+        """Make figure, table and printed report of the README anew."""
+        from rich.console import Console
+
+        from blockhf_lab import readme
+
+        with _telling():
+            readme.run(page, records, image, Console())
+
 
 def _plan(app: "typer.Typer") -> None:
     import typer

@@ -48,7 +48,7 @@ def race(curves: Sequence[Curve], *, title: str) -> bytes:
     most = max(max(curve.updates) for curve in curves)
     by_updates.set(xscale="log", xlim=(0.9, 1.2 * max(most, 2)), xlabel="updates")
     by_updates.xaxis.set_major_formatter(FuncFormatter(_plain))
-    _scale_errors(by_updates, [error for curve in curves for error in curve.errors])
+    scale_errors(by_updates, [error for curve in curves for error in curve.errors])
     longest = max(max(curve.seconds) for curve in curves)
     by_seconds.set(xlim=(0, 1.04 * longest or 1.0), xlabel="seconds in updates")
     for curve, (color, dashes) in zip(curves, itertools.cycle(_LOOKS), strict=False):
@@ -68,7 +68,7 @@ def race(curves: Sequence[Curve], *, title: str) -> bytes:
     return _png(figure)
 
 
-def _scale_errors(axes: Axes, errors: Sequence[float]) -> None:
+def scale_errors(axes: Axes, errors: Sequence[float]) -> None:
     """A logarithmic axis with plain numbers, as there would be one or two powers of ten on it."""
     finite = [error for error in errors if math.isfinite(error) and error > 0] or [1.0]
     low, high = 0.93 * min(finite), 1.07 * max(finite)
@@ -76,6 +76,11 @@ def _scale_errors(axes: Axes, errors: Sequence[float]) -> None:
     axes.set_yticks(_places(low, high, (1, 1.2, 1.5, 2, 3, 5, 7)))
     axes.yaxis.set_major_formatter(FuncFormatter(_plain))
     axes.yaxis.set_minor_formatter(NullFormatter())
+
+
+def look(place: int) -> tuple[str, Dashes]:
+    """Color and dashes of a curve by its place among others."""
+    return _PALETTE[place % len(_PALETTE)], _DASHES[place % len(_DASHES)]
 
 
 def _places(low: float, high: float, digits: Sequence[float]) -> list[float]:
@@ -234,7 +239,7 @@ def _draw(panel: Panel, axes: Axes, looks: dict[str, Any]) -> None:
         values += middle
         places += along
     if panel.is_log:
-        _scale_errors(axes, values)
+        scale_errors(axes, values)
     axes.set(xscale="log", xlabel=comparison.AXES[panel.axis], ylabel=panel.metric)
     axes.set_title(panel.title, fontsize=10)
     if places and max(places) < 30 * min(places):
