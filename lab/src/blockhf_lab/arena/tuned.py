@@ -43,20 +43,27 @@ def setting(task: str, family: str) -> str | None:
     return found
 
 
+def ranked(found: Sequence[Record], task: str, family: str) -> list[Record]:
+    """The runs of a family's last round of the search, the lowest loss first."""
+    own = [
+        record
+        for record in found
+        if (record.task, record.family) == (task, family) and record.stage.startswith("search")
+    ]
+    longest = max((record.budget for record in own), default=0.0)
+    return sorted((record for record in own if record.budget == longest), key=_final)
+
+
 def choose(found: Sequence[Record]) -> dict[str, dict[str, str]]:
-    """For each task and family the setting whose loss came lowest in the search."""
-    best: dict[tuple[str, str], tuple[float, str]] = {}
-    for record in found:
-        if record.stage != "search":
-            continue
-        key, own = (record.task, record.family), (_final(record), record.optimizer)
-        best[key] = min(best.get(key, (math.inf, record.optimizer)), own)
+    """For each task and family the setting whose loss came lowest in the last round of the search."""
     chosen: dict[str, dict[str, str]] = {}
-    for (task, family), (_, optimizer) in best.items():
-        chosen.setdefault(task, {})[family] = optimizer
-        for other, same in families.SHARED.items():
-            if same == family:
-                chosen[task][other] = optimizer.replace(same.lower(), other.lower())
+    for task, family in sorted({(record.task, record.family) for record in found}):
+        if best := ranked(found, task, family)[:1]:
+            own = chosen.setdefault(task, {})
+            own[family] = best[0].optimizer
+            for other, same in families.SHARED.items():
+                if same == family:
+                    own[other] = best[0].optimizer.replace(same.lower(), other.lower())
     return chosen
 
 
