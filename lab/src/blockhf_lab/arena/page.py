@@ -9,6 +9,7 @@ from functools import cached_property
 from html import escape
 from pathlib import Path
 
+from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, NullFormatter
@@ -19,7 +20,7 @@ from blockhf_lab.arena.records import Record
 from blockhf_lab.arena.scores import AXES, Axis, Pair
 from blockhf_lab.claims_page import fill
 
-_RATIOS = [2 ** (step / 16) for step in range(0, 16 * 5 + 1)]
+_RATIOS = [2 ** (step / 16) for step in range(16 * 5 + 1)]
 _COLORS = dict(zip(families.NAMES, ("#000000", *figures._PALETTE), strict=False))
 
 
@@ -118,7 +119,15 @@ def _known(value: float | None) -> float | None:
 
 def task_list(arena: Arena) -> tuple[list[str], list[list[str]]]:
     """The tasks, their budgets, and where their targets are from."""
-    heads = ["task", "what", "parameters", "batches of the search", "default's batch", "CPU s", "targets from"]
+    heads = [
+        "task",
+        "what",
+        "parameters",
+        "batches of the search",
+        "default's batch",
+        "CPU s",
+        "targets from",
+    ]
     fixed = tuned.read()
     rows = []
     for name, task in tasks.TASKS.items():
@@ -154,9 +163,9 @@ def verdict(arena: Arena) -> str:
     """The bars of the default, in words."""
     found = scores.bars(arena.pairs("seconds"))
     return (
-        f"By CPU seconds, over {found.num_pairs} pairs of task and target: the default needs at most twice the "
-        f"best peer's on {found.within_two}, is the best of all on {found.best}, and K-FAC alone is more than "
-        f"10 % better on {found.behind_kfac}. Seeds: {', '.join(map(str, arena.seeds))}."
+        f"By CPU seconds, over {found.num_pairs} pairs of task and target: the default needs at most twice "
+        f"the best peer's on {found.within_two}, is the best of all on {found.best}, and K-FAC alone is more "
+        f"than 10 % better on {found.behind_kfac}. Seeds: {', '.join(map(str, arena.seeds))}."
     )
 
 
@@ -194,7 +203,9 @@ def profiles(arena: Arena) -> Figure:
         panel.xaxis.set_minor_formatter(NullFormatter())
         _tidy(panel)
     figure.axes[0].set_ylabel("share of pairs solved")
-    figure.legend(*figure.axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=8, frameon=False)
+    figure.legend(
+        *figure.axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=8, frameon=False
+    )
     return figure
 
 
@@ -205,7 +216,7 @@ def curves(arena: Arena) -> Figure:
     rows = math.ceil(len(names) / columns)
     figure = Figure(figsize=(11, 2.5 * rows + 0.5), dpi=110, layout="constrained")
     panels = figure.subplots(rows, columns, squeeze=False).flatten()
-    labels: dict[str, object] = {}
+    labels: dict[str, Artist] = {}
     for panel, name in zip(panels, names, strict=False):
         for family in arena.families:
             for record in arena.runs:
@@ -243,8 +254,8 @@ def html(arena: Arena) -> bytes:
         f"<p>{escape(verdict(arena))}</p>",
         "<h2>Pairs of task and target</h2>",
         page._table(*summary(arena)),
-        '<p class="note">A pair is solved at the first evaluation at or below the target, medians over seeds. '
-        "The score is the mean of the profile from 1 to 4, by the logarithm of the ratio.</p>",
+        '<p class="note">A pair is solved at the first evaluation at or below the target; medians over '
+        "seeds. The score is the mean of the profile from 1 to 4, by the logarithm of the ratio.</p>",
         _figure(profiles(arena), "performance profiles"),
         "<h2>Cost to each target</h2>",
         page._table(*results(arena)),

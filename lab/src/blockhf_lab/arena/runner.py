@@ -19,7 +19,7 @@ from blockhf_lab.arena.base import Data, Task
 from blockhf_lab.arena.training import GROWTH, train
 from blockhf_lab.optimizers import OPTIONAL, Spec
 
-SEARCH = ((8, 0.05), (3, 0.2))
+SEARCH = ((8, 0.05), (2, 0.2))
 """Rounds of the search: how many settings, the best of the round before, and their share of the budget."""
 _SEARCH_GROWTH = (
     1.4  # runs of a search are evaluated seldom, as that would else take longer than their updates
@@ -70,10 +70,10 @@ def run(plan: Plan, tell: Callable[[str], None] = print) -> None:
         tasks.get(name)
     for family in plan.families:
         families.settings(tasks.get(plan.tasks[0]), family)
-    for number, share in SEARCH if plan.searches else ():
+    for place in range(len(SEARCH) if plan.searches else 0):
         found = records.read(plan.out)
-        _make([job for name in plan.tasks for job in _search(plan, name, number, share, found)], plan, tell)
-    chosen = tuned.choose(records.read(plan.out)) if plan.searches else {}
+        _make([job for name in plan.tasks for job in _search(plan, name, place, found)], plan, tell)
+    chosen = tuned.choose(records.read(plan.out), _stage(-1)) if plan.searches else {}
     finals = []
     for name in plan.tasks:
         for family in plan.families:
@@ -88,18 +88,22 @@ def run(plan: Plan, tell: Callable[[str], None] = print) -> None:
     _make(finals, plan, tell)
 
 
-def _search(
-    plan: Plan, name: str, number: int, share: float, found: Sequence[records.Record]
-) -> Iterator[Job]:
-    """A round of the search: the settings whose losses came lowest in the round before, or all."""
-    task = tasks.get(name)
+def _search(plan: Plan, name: str, place: int, found: Sequence[records.Record]) -> Iterator[Job]:
+    """A round of the search: at first all settings, then those whose losses came lowest before."""
+    task, (number, share) = tasks.get(name), SEARCH[place]
     for family in plan.families:
         if family == families.DEFAULT or family in families.SHARED:
             continue
-        ranked = tuned.ranked(found, name, family)
-        optimizers = [record.optimizer for record in ranked] or families.settings(task, family)
-        for optimizer in optimizers[:number]:
-            yield Job(name, optimizer, 0, f"search {share:g}", round(plan.share * task.seconds * share, 3))
+        optimizers = families.settings(task, family)
+        if place:
+            before = tuned.ranked(found, name, family, _stage(place - 1))
+            optimizers = [record.optimizer for record in before[:number]]
+        for optimizer in optimizers:
+            yield Job(name, optimizer, 0, _stage(place), round(plan.share * task.seconds * share, 3))
+
+
+def _stage(place: int) -> str:
+    return f"search {SEARCH[place][1]:g}"
 
 
 def _finals(plan: Plan, name: str, optimizer: str) -> Iterator[Job]:

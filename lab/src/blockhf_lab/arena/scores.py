@@ -85,7 +85,7 @@ def pairs(runs: Sequence[Record], targets: Mapping[str, Sequence[float]], axis: 
 
 
 def profile(found: Sequence[Pair], family: str, ratios: Sequence[float]) -> list[float]:
-    """The share of pairs that a family solved within each of these multiples of the best (Dolan & Moré, 2002).
+    """The share of pairs solved within each of these multiples of the best (Dolan & Moré, 2002).
 
     >>> pair = Pair("friedman", 0.1, {"Adam": 2.0, "Muon": 1.0})
     >>> profile([pair], "Adam", [1, 2]), profile([pair], "SOAP", [1, 2])
