@@ -21,7 +21,7 @@ from blockhf_lab.arena.scores import AXES, Axis, Pair
 from blockhf_lab.claims_page import fill
 
 _RATIOS = [2 ** (step / 16) for step in range(16 * 5 + 1)]
-_COLORS = dict(zip(families.NAMES, ("#000000", *figures._PALETTE), strict=False))
+_COLORS = dict(zip(families.NAMES, ("#000000", *figures.PALETTE), strict=False))
 
 
 @dataclass(frozen=True)
@@ -136,7 +136,7 @@ def task_list(arena: Arena) -> tuple[list[str], list[list[str]]]:
         own = "all" if task.own_batch is None else f"{task.own_batch:,}"
         origin = fixed.get(name, {}).get("from", "–")
         budget = f"{task.seconds:g}"
-        rows.append([name, task.title, f"{number:,}", f"{small:,}, {large:,}", own, budget, f"`{origin}`"])
+        rows.append([name, task.title, f"{number:,}", f"{small:,}, {large:,}", own, budget, origin])
     return heads, rows
 
 
@@ -253,24 +253,24 @@ def html(arena: Arena) -> bytes:
         "<h1>The arena</h1>",
         f"<p>{escape(verdict(arena))}</p>",
         "<h2>Pairs of task and target</h2>",
-        page._table(*summary(arena)),
+        page.table(*summary(arena)),
         '<p class="note">A pair is solved at the first evaluation at or below the target; medians over '
         "seeds. The score is the mean of the profile from 1 to 4, by the logarithm of the ratio.</p>",
         _figure(profiles(arena), "performance profiles"),
         "<h2>Cost to each target</h2>",
-        page._table(*results(arena)),
+        page.table(*results(arena)),
         '<p class="note">CPU seconds / GE / updates; – where most seeds did not get there within the budget, '
         "nothing where the optimizer did not run.</p>",
         _figure(curves(arena), "losses against CPU seconds"),
         "<h2>Tasks</h2>",
-        page._table(*task_list(arena)),
+        page.table(*task_list(arena)),
         "<h2>Settings that the search chose</h2>",
-        page._table(*chosen(arena)),
+        page.table(*chosen(arena)),
     ]
     return (
         '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
-        f"<title>The arena</title>\n<style>{page._STYLE}</style>\n</head>\n<body>\n"
+        f"<title>The arena</title>\n<style>{page.STYLE}</style>\n</head>\n<body>\n"
         + "\n".join(body)
         + "\n</body>\n</html>\n"
     ).encode()

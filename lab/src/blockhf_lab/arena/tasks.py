@@ -16,7 +16,7 @@ from blockhf import blocks
 from blockhf_lab import autoencoder, data, lstm, residual
 from blockhf_lab.arena import models, physics, text
 from blockhf_lab.arena.base import Batch, Data, Task, take
-from blockhf_lab.tasks import _sequences, _standardized
+from blockhf_lab.tasks import sequences, standardized
 
 Score = Callable[[Tensor, Tensor], Tensor]
 
@@ -62,7 +62,7 @@ def _cifar10() -> data.Pictures:
     """Pictures of 16 × 16 pixels, which take a quarter of the time."""
     found = data.cifar10(None)
     train, test = (
-        F.avg_pool2d(_standardized(pictures), 2) for pictures in (found.train_images, found.test_images)
+        F.avg_pool2d(standardized(pictures), 2) for pictures in (found.train_images, found.test_images)
     )
     return data.Pictures(train, found.train_labels, test, found.test_labels)
 
@@ -87,9 +87,9 @@ def _classified(pictures: Callable[[], data.Pictures], name: str, num_evaluated:
 def _pixel_sequences() -> Data:
     found = _mnist()
     return _shuffled(
-        (_sequences(found.train_images), found.train_labels),
+        (sequences(found.train_images), found.train_labels),
         1000,
-        (_sequences(found.test_images), found.test_labels),
+        (sequences(found.test_images), found.test_labels),
         "MNIST, pooled to 7 × 7",
     )
 
