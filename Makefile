@@ -6,7 +6,7 @@ DEV := $(VENV)/.installed-dev
 DEMO := $(VENV)/.installed-demo
 DOCS := $(VENV)/.installed-docs
 
-.PHONY: demo compare data test test-all fuzz lint format docs bench clean
+.PHONY: demo compare data test test-all test-integrations fuzz lint format docs bench clean
 
 demo: $(DEMO)
 	$(BIN)/blockhf demo
@@ -28,6 +28,12 @@ test: lint
 
 test-all: lint
 	$(PYTEST) -m "slow or not slow"
+
+# Adapters with the trainers' own releases, which nothing else needs: in an environment of their own.
+TRAINERS := .venv-integrations
+
+test-integrations: $(TRAINERS)/.installed
+	OMP_NUM_THREADS=1 $(TRAINERS)/bin/pytest -m "slow or not slow" tests/integrations
 
 # Random cases and interrupted steps, for FUZZ_SECONDS each; the records go on where they stopped.
 FUZZ_SECONDS ?= 600
@@ -58,7 +64,7 @@ bench: $(DEMO)
 	$(BIN)/blockhf bench mesh
 
 clean:
-	rm -rf $(VENV) build dist lab/build lab/dist site .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) $(TRAINERS) build dist lab/build lab/dist site .pytest_cache .mypy_cache .ruff_cache
 
 $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)
@@ -74,6 +80,11 @@ $(DEMO): $(VENV)/bin/python $(PROJECTS)
 $(DEV): $(VENV)/bin/python $(PROJECTS)
 	$(BIN)/python -m pip install --quiet -c constraints.txt -e ".[dev]" -e "lab[peers,tensorboard]"
 	touch $@ $(DEMO)
+
+$(TRAINERS)/.installed: $(PROJECTS)
+	$(PYTHON) -m venv $(TRAINERS)
+	$(TRAINERS)/bin/python -m pip install --quiet -c constraints.txt -e ".[dev,integrations]" -e lab
+	touch $@
 
 $(DOCS): $(VENV)/bin/python pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet -c constraints.txt -e ".[docs]"

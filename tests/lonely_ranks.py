@@ -11,19 +11,20 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from blockhf import BlockHF, blocks
+from blockhf import BlockHF, blocks, mesh
 
 
-def told(wrapped: bool) -> tuple[str, int]:
+def told(wrapped: bool, on_mesh: bool = False) -> tuple[str, int]:
     """What a rank is told that has no mesh: the error or the first warning, and how many warnings came.
 
     Args:
         wrapped: Whether the model is wrapped for data parallelism.
+        on_mesh: Whether there is a mesh all the same.
     """
     dist.init_process_group("gloo")
     torch.manual_seed(0)
     model, batch = nn.Linear(3, 2), (torch.randn(16, 3), torch.randn(16, 2))
-    optimizer = BlockHF(blocks.single(model))
+    optimizer = BlockHF(blocks.single(model), mesh=mesh(data=2, device="cpu") if on_mesh else None)
     called = DistributedDataParallel(model) if wrapped else model
 
     def objective(batch: Any) -> tuple[Tensor, Tensor]:

@@ -28,7 +28,7 @@ FLOORS = [
     {"bookkeeping"},
     {"methods"},
     {"optimizer"},
-    {"fitting"},
+    {"fitting", "integrations"},
     {"__init__"},
     {"__main__"},
 ]

@@ -92,6 +92,15 @@ def risen(before: float | None, now: float) -> str | None:
     return RISEN.format(times=now / before)
 
 
+def check_wrapped(modules: Sequence[nn.Module]) -> None:
+    """Raise where a module on a mesh is wrapped for data parallelism, which would wait for ``backward()``."""
+    if any(isinstance(module, DistributedDataParallel) for module in modules):
+        raise ValueError(
+            "The objective calls a DistributedDataParallel module. The optimizer adds up over the ranks of "
+            "its mesh by itself: call the module inside (model.module) in the objective."
+        )
+
+
 def check_processes(modules: Sequence[nn.Module]) -> None:
     """Raise or warn where other processes train the same model and the optimizer does not know of them.
 

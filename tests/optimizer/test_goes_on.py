@@ -407,3 +407,9 @@ def test_processes_without_a_mesh_are_told(wrapped: bool, tmp_path: Path) -> Non
             assert number == 1
             assert "There are 2 processes" in message
         assert "Pass mesh=blockhf.mesh(data=2) to the optimizer" in message
+
+
+def test_a_wrapped_module_on_a_mesh_is_refused(tmp_path: Path) -> None:
+    for message, _ in ranks.run(2, "lonely_ranks:told", tmp_path, True, True):
+        assert "call the module inside (model.module) in the objective" in message
+        assert "drift apart" not in message

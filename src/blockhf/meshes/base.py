@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from blockhf.blocks import Block
-from blockhf.diagnosis import check_processes
+from blockhf.diagnosis import check_processes, check_wrapped
 from blockhf.linalg import Solution
 from blockhf.plan import Plan
 from blockhf.point import Point
@@ -95,8 +95,9 @@ class Mesh(abc.ABC):
         """A state with what each process keeps of its own blocks."""
 
     def check_alone(self, structure: Structure) -> None:
-        """Raise or warn, at an objective's first step, where other processes are not in the mesh."""
-        return
+        """Raise or warn, at an objective's first step, where others than the mesh join processes."""
+        if not structure.is_checked:
+            check_wrapped(structure.modules)
 
     def traffic(self) -> dict[str, int]:
         """Messages and bytes of this step, by purpose."""
