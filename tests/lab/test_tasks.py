@@ -94,7 +94,7 @@ def test_sequences_are_averages_of_pixels_row_by_row() -> None:
     picture = torch.zeros(1, 28, 28)
     picture[0, 4:8, 24:28] = 1.0  # the second row of sixteen, the last column
     picture[0, 0, 0] = 0.5
-    sequence = tasks._sequences(picture.view(1, 784))
+    sequence = tasks.sequences(picture.view(1, 784))
     assert sequence.shape == (1, 49, 1)
     assert sequence[0, 13, 0] == 1.0
     assert sequence[0, 0, 0] == 0.5 / 16

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import blockhf
+from blockhf_lab.arena import command
 
 if TYPE_CHECKING:
     import typer
@@ -119,6 +120,7 @@ def _app() -> "typer.Typer":
     _plan(app)
     app.add_typer(_data(), name="data")
     app.add_typer(_bench(), name="bench")
+    app.add_typer(command.make(_telling), name="arena")
     fuzz = _fuzz()
     _campaigns(fuzz)
     app.add_typer(fuzz, name="fuzz")

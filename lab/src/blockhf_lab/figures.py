@@ -80,7 +80,7 @@ def scale_errors(axes: Axes, errors: Sequence[float]) -> None:
 
 def look(place: int) -> tuple[str, Dashes]:
     """Color and dashes of a curve by its place among others."""
-    return _PALETTE[place % len(_PALETTE)], _DASHES[place % len(_DASHES)]
+    return PALETTE[place % len(PALETTE)], _DASHES[place % len(_DASHES)]
 
 
 def _places(low: float, high: float, digits: Sequence[float]) -> list[float]:
@@ -106,7 +106,7 @@ def _png(figure: Figure) -> bytes:
 
 # Comparisons
 
-_PALETTE = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#8C6BB1", "#7F7F7F")
+PALETTE = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#8C6BB1", "#7F7F7F")
 _DASHES: tuple[Dashes, ...] = ("solid", (0, (5, 1.5)), (0, (3, 1, 1, 1)), (0, (1, 1)))
 _FAINT = "#d9d9d9"
 
@@ -168,10 +168,10 @@ def looks(compared: Comparison) -> dict[str, tuple[str, Dashes]]:
     for spec in specs:
         colors.setdefault(_color_key(spec), len(colors))
     # Where colors come again, dashes are the other way round.
-    dashes = itertools.cycle((*_DASHES[2:] * (len(_PALETTE) // 2), *_DASHES[:1:-1] * (len(_PALETTE) // 2)))
+    dashes = itertools.cycle((*_DASHES[2:] * (len(PALETTE) // 2), *_DASHES[:1:-1] * (len(PALETTE) // 2)))
     return {
         spec.label: (
-            _PALETTE[colors[_color_key(spec)] % len(_PALETTE)],
+            PALETTE[colors[_color_key(spec)] % len(PALETTE)],
             _DASHES[("block-hf", "hf").index(spec.name)] if spec.name in ("block-hf", "hf") else next(dashes),
         )
         for spec in specs
@@ -310,7 +310,7 @@ def svg(figure: Figure, *, is_inline: bool = False) -> bytes:
         return buffer.getvalue()
     text = buffer.getvalue().decode()
     text = text[text.index("<svg") :]
-    for index, color in enumerate(_PALETTE):
+    for index, color in enumerate(PALETTE):
         text = text.replace(color.lower(), f"var(--c{index})")
     text = text.replace(_FAINT, "var(--faint)").replace("#000000", "currentColor")
     return text.encode()

@@ -10,7 +10,7 @@ import blockhf
 from blockhf_lab import figures
 from blockhf_lab.comparison import AXES, Comparison, Summary, summaries
 
-_STYLE = """
+STYLE = """
 :root { color-scheme: light dark; --ink: #1a1a1a; --paper: #ffffff; --faint: #d9d9d9; --soft: #f4f4f2;
   --c0: #0072b2; --c1: #c85200; --c2: #00805c; --c3: #b3578d; --c4: #b07a00; --c5: #2a8fc7; --c6: #7a59a0;
   --c7: #707070; }
@@ -65,7 +65,7 @@ def page(compared: Comparison) -> bytes:
     return (
         '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
-        f"<title>{escape(title)}</title>\n<style>{_STYLE}</style>\n</head>\n<body>\n{body}\n</body>\n</html>\n"
+        f"<title>{escape(title)}</title>\n<style>{STYLE}</style>\n</head>\n<body>\n{body}\n</body>\n</html>\n"
     ).encode()
 
 
@@ -123,7 +123,7 @@ def mebibytes(size: float | None) -> str:
 
 
 def _results(compared: Comparison, lines: Sequence[Summary]) -> str:
-    return _table(headings(compared), [cells(line) for line in lines])
+    return table(headings(compared), [cells(line) for line in lines])
 
 
 def _panels(compared: Comparison, axis: str) -> str:
@@ -136,7 +136,8 @@ def _panels(compared: Comparison, axis: str) -> str:
     return f'<div class="panels">{"".join(found)}</div>'
 
 
-def _table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+def table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """A table that scrolls where the page is narrow."""
     head = "".join(f"<th>{escape(text)}</th>" for text in heads)
     body = "".join(f"<tr>{''.join(f'<td>{escape(cell)}</td>' for cell in row)}</tr>" for row in rows)
     return f'<div class="wide"><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'

@@ -246,8 +246,8 @@ def _lstm(preset: Preset) -> Task:
     def load(folder: Path | None) -> tuple[Samples, Samples]:
         pictures = data.digits() if preset == "quick" else data.mnist(folder)
         return (
-            Samples(_sequences(pictures.train_images), pictures.train_labels),
-            Samples(_sequences(pictures.test_images), pictures.test_labels),
+            Samples(sequences(pictures.train_images), pictures.train_labels),
+            Samples(sequences(pictures.test_images), pictures.test_labels),
         )
 
     task = Task(
@@ -301,8 +301,8 @@ def _residual(preset: Preset) -> Task:
             )
         colored = data.cifar10(folder)
         return (
-            Samples(_standardized(colored.train_images), colored.train_labels),
-            Samples(_standardized(colored.test_images), colored.test_labels),
+            Samples(standardized(colored.train_images), colored.train_labels),
+            Samples(standardized(colored.test_images), colored.test_labels),
         )
 
     task = Task(
@@ -380,7 +380,7 @@ TASKS: Mapping[str, Callable[[Any], Task]] = {
 """The paper's tasks by name; each is made for a preset."""
 
 
-def _sequences(pictures: Tensor) -> Tensor:
+def sequences(pictures: Tensor) -> Tensor:
     """Pictures of 28 × 28 pixels, pooled to 7 × 7 by averages and read row by row."""
     return F.avg_pool2d(pictures.view(-1, 1, 28, 28), 4).view(-1, 49, 1)
 
@@ -395,6 +395,7 @@ def _channels_last() -> nn.Module:
 _MEAN, _DEVIATION = (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)
 
 
-def _standardized(pictures: Tensor) -> Tensor:
+def standardized(pictures: Tensor) -> Tensor:
+    """Pictures with mean 0 and deviation 1 in each channel, in place."""
     mean, deviation = (torch.tensor(values).view(3, 1, 1) for values in (_MEAN, _DEVIATION))
     return pictures.sub_(mean).div_(deviation)

@@ -30,7 +30,7 @@ class Record:
         task: Its task.
         optimizer: Its spec.
         family: The spec's family.
-        stage: ``search`` or ``final``.
+        stage: ``final``, or ``search`` and the share of the budget.
         seed: Its seed.
         budget: The CPU seconds it had.
         status: ``finished``, ``reached``, ``diverged``, or why it failed.

@@ -19,8 +19,8 @@ from blockhf_lab.arena.base import Data, Task
 from blockhf_lab.arena.training import GROWTH, train
 from blockhf_lab.optimizers import OPTIONAL, Spec
 
-SEARCH = 0.2
-"""The share of a task's budget that each setting has in the search."""
+SEARCH = ((8, 0.05), (2, 0.2))
+"""Rounds of the search: how many settings, the best of the round before, and their share of the budget."""
 _SEARCH_GROWTH = (
     1.4  # runs of a search are evaluated seldom, as that would else take longer than their updates
 )
@@ -70,9 +70,10 @@ def run(plan: Plan, tell: Callable[[str], None] = print) -> None:
         tasks.get(name)
     for family in plan.families:
         families.settings(tasks.get(plan.tasks[0]), family)
-    if plan.searches:
-        _make([job for name in plan.tasks for job in _search(plan, name)], plan, tell)
-    chosen = tuned.choose(records.read(plan.out)) if plan.searches else {}
+    for place in range(len(SEARCH) if plan.searches else 0):
+        found = records.read(plan.out)
+        _make([job for name in plan.tasks for job in _search(plan, name, place, found)], plan, tell)
+    chosen = tuned.choose(records.read(plan.out), _stage(-1)) if plan.searches else {}
     finals = []
     for name in plan.tasks:
         for family in plan.families:
@@ -87,13 +88,22 @@ def run(plan: Plan, tell: Callable[[str], None] = print) -> None:
     _make(finals, plan, tell)
 
 
-def _search(plan: Plan, name: str) -> Iterator[Job]:
-    task = tasks.get(name)
+def _search(plan: Plan, name: str, place: int, found: Sequence[records.Record]) -> Iterator[Job]:
+    """A round of the search: at first all settings, then those whose losses came lowest before."""
+    task, (number, share) = tasks.get(name), SEARCH[place]
     for family in plan.families:
         if family == families.DEFAULT or family in families.SHARED:
             continue
-        for optimizer in families.settings(task, family):
-            yield Job(name, optimizer, 0, "search", round(plan.share * task.seconds * SEARCH, 3))
+        optimizers = families.settings(task, family)
+        if place:
+            before = tuned.ranked(found, name, family, _stage(place - 1))
+            optimizers = [record.optimizer for record in before[:number]]
+        for optimizer in optimizers:
+            yield Job(name, optimizer, 0, _stage(place), round(plan.share * task.seconds * share, 3))
+
+
+def _stage(place: int) -> str:
+    return f"search {SEARCH[place][1]:g}"
 
 
 def _finals(plan: Plan, name: str, optimizer: str) -> Iterator[Job]:
@@ -110,8 +120,8 @@ def _make(jobs: Sequence[Job], plan: Plan, tell: Callable[[str], None]) -> None:
         if not (plan.again and record.stage == "final")
     }
     waiting = [job for job in jobs if (job.task, job.optimizer, job.seed, job.stage, job.budget) not in known]
-    if any(Spec.parse(job.optimizer).name in OPTIONAL for job in waiting) and find_spec("pytorch_optimizer"):
-        importlib.import_module("pytorch_optimizer")  # once for all forks
+    if waiting:
+        _prepare(waiting)
     loaded: dict[str, Data] = {}
     running: list[tuple[Job, BaseProcess]] = []
     try:
@@ -131,6 +141,15 @@ def _make(jobs: Sequence[Job], plan: Plan, tell: Callable[[str], None]) -> None:
         for _, process in running:
             process.terminate()
         raise
+
+
+def _prepare(jobs: Sequence[Job]) -> None:
+    """Import once for all forks what optimizers import at their first step, or are made of."""
+    if any(Spec.parse(job.optimizer).name in OPTIONAL for job in jobs) and find_spec("pytorch_optimizer"):
+        importlib.import_module("pytorch_optimizer")
+    param = torch.nn.Parameter(torch.zeros(1))
+    param.grad = torch.zeros(1)
+    torch.optim.SGD([param], lr=0.0).step()
 
 
 def _wait(

@@ -16,7 +16,7 @@ from blockhf import blocks
 from blockhf_lab import autoencoder, data, lstm, residual
 from blockhf_lab.arena import models, physics, text
 from blockhf_lab.arena.base import Batch, Data, Task, take
-from blockhf_lab.tasks import _sequences, _standardized
+from blockhf_lab.tasks import sequences, standardized
 
 Score = Callable[[Tensor, Tensor], Tensor]
 
@@ -62,7 +62,7 @@ def _cifar10() -> data.Pictures:
     """Pictures of 16 × 16 pixels, which take a quarter of the time."""
     found = data.cifar10(None)
     train, test = (
-        F.avg_pool2d(_standardized(pictures), 2) for pictures in (found.train_images, found.test_images)
+        F.avg_pool2d(standardized(pictures), 2) for pictures in (found.train_images, found.test_images)
     )
     return data.Pictures(train, found.train_labels, test, found.test_labels)
 
@@ -87,9 +87,9 @@ def _classified(pictures: Callable[[], data.Pictures], name: str, num_evaluated:
 def _pixel_sequences() -> Data:
     found = _mnist()
     return _shuffled(
-        (_sequences(found.train_images), found.train_labels),
+        (sequences(found.train_images), found.train_labels),
         1000,
-        (_sequences(found.test_images), found.test_labels),
+        (sequences(found.test_images), found.test_labels),
         "MNIST, pooled to 7 × 7",
     )
 
@@ -195,7 +195,7 @@ def _gpt(name: str, *, is_tied: bool, **settings: Any) -> Task:
         groups=partial(blocks.by_module, depth=2),
         batches=(32, 256),
         own_batch=1024,
-        seconds=4,
+        seconds=2.5,
         **settings,
     )
 
@@ -210,7 +210,7 @@ _LIST = (
         blocks.by_module,
         batches=(100, 1000),
         own_batch=None,
-        seconds=6,
+        seconds=3,
         sgd_rates=(1e-4, 3e-4, 1e-3, 3e-3),
     ),
     Task(
@@ -222,7 +222,7 @@ _LIST = (
         lambda model: blocks.by_pattern(model, lstm.PATTERNS),
         batches=(100, 1000),
         own_batch=6000,
-        seconds=12,
+        seconds=6,
         sgd_rates=(0.03, 0.1, 0.3, 1.0),
     ),
     Task(
@@ -234,7 +234,7 @@ _LIST = (
         lambda model: blocks.by_pattern(model, residual.PATTERNS),
         batches=(64, 512),
         own_batch=2048,
-        seconds=8,
+        seconds=5,
     ),
     Task(
         "relu-autoencoder",
@@ -245,7 +245,7 @@ _LIST = (
         blocks.by_module,
         batches=(100, 1000),
         own_batch=None,
-        seconds=6,
+        seconds=3,
         sgd_rates=(0.1, 0.3, 1.0, 3.0),
     ),
     Task(
@@ -257,7 +257,7 @@ _LIST = (
         blocks.by_layer,
         batches=(64, 512),
         own_batch=None,
-        seconds=8,
+        seconds=5,
     ),
     Task(
         "resnet",
@@ -268,7 +268,7 @@ _LIST = (
         blocks.by_module,
         batches=(64, 512),
         own_batch=2048,
-        seconds=8,
+        seconds=5,
     ),
     _gpt("gpt", is_tied=True),
     _gpt("gpt-untied", is_tied=False),
@@ -281,7 +281,7 @@ _LIST = (
         blocks.by_module,
         batches=(32, 256),
         own_batch=1024,
-        seconds=8,
+        seconds=5,
         rates=(1e-3, 3e-3, 1e-2, 3e-2),
         sgd_rates=(0.1, 0.3, 1.0, 3.0),
     ),
@@ -294,7 +294,7 @@ _LIST = (
         blocks.by_layer,
         batches=(64, 512),
         own_batch=None,
-        seconds=3,
+        seconds=2,
         rates=(1e-3, 3e-3, 1e-2, 3e-2),
         sgd_rates=(1e-5, 1e-4, 1e-3, 1e-2),
         has_lbfgs=True,
@@ -308,7 +308,7 @@ _LIST = (
         blocks.single,
         batches=(64, 512),
         own_batch=None,
-        seconds=3,
+        seconds=2,
         rates=(1e-3, 3e-3, 1e-2, 3e-2),
         has_lbfgs=True,
     ),
@@ -321,7 +321,7 @@ _LIST = (
         blocks.by_layer,
         batches=(64, 512),
         own_batch=None,
-        seconds=3,
+        seconds=2,
         rates=(1e-3, 3e-3, 1e-2, 3e-2),
         sgd_rates=(0.03, 0.1, 0.3, 1.0),
         has_lbfgs=True,
@@ -335,7 +335,7 @@ _LIST = (
         blocks.by_module,
         batches=(512, 4096),
         own_batch=None,
-        seconds=3,
+        seconds=2,
         rates=(3e-3, 1e-2, 3e-2, 1e-1),
         sgd_rates=(0.3, 1.0, 3.0, 10.0),
         has_lbfgs=True,
@@ -349,7 +349,7 @@ _LIST = (
         blocks.single,
         batches=(64, 512),
         own_batch=None,
-        seconds=3,
+        seconds=2,
         sgd_rates=(0.03, 0.1, 0.3, 1.0),
         has_lbfgs=True,
     ),

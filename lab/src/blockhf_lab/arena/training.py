@@ -17,10 +17,10 @@ from blockhf import BlockHF, flops
 from blockhf_lab.arena.base import Batch, Data, Objective, Task, evaluate, take
 from blockhf_lab.optimizers import MULTIPLY, Spec
 
-GROWTH = 1.07
+GROWTH = 1.1
 """A run is evaluated when its CPU seconds have grown by this factor: targets count as reached that late."""
 _COUNTED_STEPS = 20  # after the first; SOAP does its dearest work in each tenth
-_FIRST = 0.005  # of the budget, before which nothing is evaluated
+_FIRST = 0.01  # of the budget, before which nothing is evaluated
 
 
 @dataclass(frozen=True)

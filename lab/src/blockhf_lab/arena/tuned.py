@@ -43,27 +43,31 @@ def setting(task: str, family: str) -> str | None:
     return found
 
 
-def choose(found: Sequence[Record]) -> dict[str, dict[str, str]]:
-    """For each task and family the setting whose loss came lowest in the search."""
-    best: dict[tuple[str, str], tuple[float, str]] = {}
-    for record in found:
-        if record.stage != "search":
-            continue
-        key, own = (record.task, record.family), (_final(record), record.optimizer)
-        best[key] = min(best.get(key, (math.inf, record.optimizer)), own)
+def ranked(found: Sequence[Record], task: str, family: str, stage: str) -> list[Record]:
+    """The runs of a family in a round of the search, the lowest loss first."""
+    own = (task, family, stage)
+    return sorted(
+        (record for record in found if (record.task, record.family, record.stage) == own), key=_final
+    )
+
+
+def choose(found: Sequence[Record], stage: str) -> dict[str, dict[str, str]]:
+    """For each task and family the setting whose loss came lowest in a round of the search."""
     chosen: dict[str, dict[str, str]] = {}
-    for (task, family), (_, optimizer) in best.items():
-        chosen.setdefault(task, {})[family] = optimizer
-        for other, same in families.SHARED.items():
-            if same == family:
-                chosen[task][other] = optimizer.replace(same.lower(), other.lower())
+    for task, family in sorted({(record.task, record.family) for record in found}):
+        if best := ranked(found, task, family, stage)[:1]:
+            own = chosen.setdefault(task, {})
+            own[family] = best[0].optimizer
+            for other, same in families.SHARED.items():
+                if same == family:
+                    own[other] = best[0].optimizer.replace(same.lower(), other.lower())
     return chosen
 
 
-def derive(found: Sequence[Record]) -> dict[str, Any]:
+def derive(found: Sequence[Record], stage: str) -> dict[str, Any]:
     """Settings and targets of the tasks whose peers are on record."""
     result: dict[str, Any] = {}
-    for task, settings in choose(found).items():
+    for task, settings in choose(found, stage).items():
         peers = [
             record
             for record in found
@@ -105,9 +109,10 @@ def merge(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("folder", type=Path, help="of the records")
+    parser.add_argument("--stage", default="search 0.2", help="the round of the search that decides")
     parser.add_argument("--anew", action="store_true", help="fix the targets anew, too")
     arguments = parser.parse_args()
-    new = derive(read_records(arguments.folder))
+    new = derive(read_records(arguments.folder), arguments.stage)
     files.write(FILE, files.to_json(new if arguments.anew else merge(read(), new), indent=2))
 
 
