@@ -195,7 +195,7 @@ def _gpt(name: str, *, is_tied: bool, **settings: Any) -> Task:
         groups=partial(blocks.by_module, depth=2),
         batches=(32, 256),
         own_batch=1024,
-        seconds=2.5,
+        seconds=5,
         **settings,
     )
 
