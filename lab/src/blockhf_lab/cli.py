@@ -663,6 +663,24 @@ def _bench() -> "typer.Typer":
         with _telling():
             run(Settings(ranks, curvature, cg_steps, repetitions, seed, small), json, Console(), page)
 
+    @bench.command()
+    def nist(
+        problems: Annotated[
+            str, typer.Option(help="Names with commas between them.", show_default="all 27")
+        ] = "",
+        json: Json = None,
+        page: Annotated[
+            Path | None, typer.Option(help="Page to put the table into: docs/gallery/curve-fits.md.")
+        ] = None,
+    ) -> None:
+        """Certified digits of blockhf.least_squares on NIST's nonlinear regressions, beside scipy's."""
+        from rich.console import Console
+
+        from blockhf_lab.nist import bench
+
+        with _telling():
+            bench.run(problems.split(",") if problems else None, json, page, Console())
+
     return bench
 
 
