@@ -18,6 +18,7 @@ from blockhf.policies import (
     Backtracking,
     DampingRule,
     FixedStep,
+    Geodesic,
     LevenbergMarquardt,
     RelativeDamping,
     Sampling,
@@ -41,13 +42,16 @@ def _plain() -> dict[str, Any]:
     }
 
 
+_LEAST_SQUARES = {"curvature_batch_size", "products", "solver", "search", "sampling", "damping"}
+
+
 def without_noise() -> dict[str, Any]:
     """For a batch that is all there is: all samples everywhere, exact solutions where they can be had."""
     return {
         "curvature_batch_size": None,
         "products": Factored(other=Auto(), warns=False),
         "solver": Cholesky(),
-        "search": Backtracking(max_tries=16, goes_on=True),
+        "search": Geodesic(),
         "sampling": AllSamples(),
         "damping": RelativeDamping(),
     }
@@ -96,7 +100,7 @@ class NamedMethods(BlockOptimizer):
         if bool(reason) != memory.get("is_complete", False):
             memory["is_complete"] = bool(reason)
             self._renew(is_first="num_updates" not in memory)
-        return reason
+        return "all samples are asked for" if self.given >= _LEAST_SQUARES else reason
 
     def _can_be_exact(self) -> bool:
         """Whether neither the user's choices nor the kind of numbers speak against exact solutions."""

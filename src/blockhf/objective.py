@@ -14,7 +14,7 @@ import functools
 import inspect
 import types
 from collections.abc import Callable, Hashable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
@@ -38,6 +38,11 @@ class Evaluation:
     loss: Tensor
     num_samples: int | None = None
     reduction: Reduction = "mean"
+
+    def detached(self) -> Evaluation:
+        """The same values without their graph."""
+        outputs = tuple(output.detach() for output in self.outputs)
+        return replace(self, outputs=outputs, loss=self.loss.detach())
 
 
 @dataclass(frozen=True)

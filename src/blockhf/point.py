@@ -124,22 +124,34 @@ class Point:
         can be compared to the last bit.
         """
         loss: Any = 0.0
+        for part, evaluation in zip(self.samples.parts, self._evaluations_at(update), strict=True):
+            loss = loss + _scaled(evaluation.loss.detach(), part.weight)
+        (total,) = self.samples.ranks.sum([loss])
+        return self._penalized(total, update)
+
+    def outputs_at(self, update: Sequence[Tensor]) -> list[list[Tensor]]:
+        """The outputs there, of each part of the samples of this process."""
+        found = self._evaluations_at(update, tells_outputs=True)
+        return [list(each.outputs) for each in found]
+
+    def _evaluations_at(self, update: Sequence[Tensor], *, tells_outputs: bool = False) -> list[Evaluation]:
         samples = self.samples
+        # Without a graph nothing tells which of the objective's tensors are outputs.
+        still = contextlib.nullcontext() if tells_outputs else frozen(samples.params)
+        found = []
         try:
             for block, value, change in zip(self.blocks, self.origin, update, strict=True):
                 block.visit_(value + change)
-            with frozen(samples.params), samples.isolated(), self._kernels():
+            with still, samples.isolated(), self._kernels():
                 for part in samples.parts:
                     with samples.ledger.counting("forward", part.shapes):
-                        evaluation = samples.run(part)
-                    loss = loss + _scaled(evaluation.loss.detach(), part.weight)
+                        found.append(samples.run(part).detached())
         finally:
             for block, value in zip(self.blocks, self.origin, strict=True):
                 block.visit_(value)
         samples.ledger.work.num_evaluations += 1
         samples.ledger.work.evaluated_samples += samples.num_samples
-        (total,) = samples.ranks.sum([loss])
-        return self._penalized(total, update)
+        return found
 
     @contextlib.contextmanager
     def linearize(self, num_products: Sequence[int] = ()) -> Iterator[BlockOperator]:

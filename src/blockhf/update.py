@@ -233,11 +233,12 @@ class Update:
         """What the damping of each block follows."""
         rounding = [torch.finfo(own.dtype).eps for own in self.gradient]
         if not accepted or self.choice is None:
-            return [Outcome(False, rounding=eps) for eps in rounding]
-        ratio, length = self.ratio(), self.choice.length
+            growth = None if self.choice is None else self.choice.growth
+            return [Outcome(False, rounding=eps, growth=growth) for eps in rounding]
+        ratio, length, growth = self.ratio(), self.choice.length, self.choice.growth
         if self.choice.lengths:  # a block without a direction has no part in the ratio either
             return [Outcome(True, None if own is None else ratio, own) for own in self.choice.lengths]
-        return [Outcome(True, ratio, length=length, rounding=eps) for eps in rounding]
+        return [Outcome(True, ratio, length=length, rounding=eps, growth=growth) for eps in rounding]
 
     def cost(self, add_up: Callable[[Sequence[float]], Sequence[float]]) -> StepCost:
         """What the step used; ``add_up`` adds up numbers over all ranks."""

@@ -80,6 +80,10 @@ class Able(Blocks):
         self.used.append("root")
         return Root(M[:1, :2], M[:1, 0]) if block == 0 else None
 
+    def scaled_outputs(self, outputs: Sequence[Sequence[Tensor]]) -> Tensor | None:
+        self.used.append("scaled_outputs")
+        return outputs[0][0] * 2
+
     def mean_diagonal(self, block: int, like: Tensor) -> float:
         self.used.append("mean_diagonal")
         return 3.0
@@ -213,6 +217,7 @@ QUESTIONS: dict[str, Callable[[BlockOperator], object]] = {
     "gram": lambda operator: operator.gram(COLUMNS, VECTORS),
     "dense": lambda operator: [operator.dense(0), operator.dense(1)],
     "root": lambda operator: [operator.root(0), operator.root(1)],
+    "scaled_outputs": lambda operator: operator.scaled_outputs([[V[:2]]]),
     "mean_diagonal": lambda operator: operator.mean_diagonal(0, V[:2]),
     "has_influence": lambda operator: [operator.has_influence(0), operator.has_influence(1)],
     "note": lambda operator: [operator.note(0), operator.note(1)],

@@ -75,18 +75,19 @@ class Factored(Products):
         if not isinstance(curvature, GaussNewton):
             raise FormingError(f"{type(curvature).__name__} has no stored root, only GaussNewton has")
         rows: list[list[Tensor]] = [[] for _ in samples.blocks]
-        slopes = []
+        slopes, scales = [], []
         for part in samples.parts:
-            found, own = (
+            found, own, lower = (
                 self._root_of_all(samples, part)
                 if samples.batch is None
                 else self._root(samples, part, state.cache)
             )
             slopes.append(own)
+            scales.append(lower)
             for kept, new in zip(rows, found, strict=True):
                 kept.append(new)
         roots = [Root(torch.cat(own), torch.cat(slopes)) for own in rows]
-        operator = _Factored(roots)
+        operator = _Factored(roots, scales)
         checked: set[Any] = state.cache.setdefault("factored", set())
         key = samples.scope
         if key not in checked:
@@ -95,7 +96,9 @@ class Factored(Products):
             checked.add(key)
         return operator
 
-    def _root(self, samples: Samples, part: Part, cache: dict[Any, Any]) -> tuple[list[Tensor], Tensor]:
+    def _root(
+        self, samples: Samples, part: Part, cache: dict[Any, Any]
+    ) -> tuple[list[Tensor], Tensor, Tensor]:
         evaluation = samples.evaluate(part)
         hessians = output_hessians(evaluation)
         num_outputs = hessians.shape[-1]
@@ -114,9 +117,9 @@ class Factored(Products):
                     own = lower[start:stop]
                     scaled = rows * own if num_outputs == 1 else own.transpose(1, 2) @ rows
                     kept.append(scaled.flatten(0, 1))
-        return [torch.cat(own) for own in pieces], slopes
+        return [torch.cat(own) for own in pieces], slopes, lower
 
-    def _root_of_all(self, samples: Samples, part: Part) -> tuple[list[Tensor], Tensor]:
+    def _root_of_all(self, samples: Samples, part: Part) -> tuple[list[Tensor], Tensor, Tensor]:
         """Of an objective without a batch, whose outputs are residuals of any shapes: row by row."""
         evaluation = samples.evaluate(part)
         curved, slopes = _diagonal_hessian(evaluation)
@@ -142,7 +145,7 @@ class Factored(Products):
             for block, kept in zip(samples.blocks, pieces, strict=True):
                 own = [next(rows).reshape(stop - start, -1) for _ in block.params]
                 kept.append(torch.cat(own, dim=1).detach())
-        return [torch.cat(own) for own in pieces], torch.where(root > 0, slopes / root, 0.0)
+        return [torch.cat(own) for own in pieces], torch.where(root > 0, slopes / root, 0.0), root
 
     def _check_size(self, num_bytes: int) -> None:
         if num_bytes > self.memory_budget:
@@ -166,8 +169,11 @@ class Factored(Products):
 
 
 class _Factored(BlockOperator):
-    def __init__(self, roots: Sequence[Root]) -> None:
-        self._roots = roots
+    def __init__(self, roots: Sequence[Root], scales: Sequence[Tensor]) -> None:
+        self._roots, self._scales = roots, scales
+
+    def scaled_outputs(self, outputs: Sequence[Sequence[Tensor]]) -> Tensor:
+        return torch.cat([_scaled(own, lower) for own, lower in zip(outputs, self._scales, strict=True)])
 
     @property
     def sizes(self) -> Sequence[int]:
@@ -191,6 +197,14 @@ class _Factored(BlockOperator):
     def note(self, block: int) -> str:
         rows, columns = self._roots[block].rows.shape
         return f"Jacobian, {rows} x {columns}"
+
+
+def _scaled(outputs: Sequence[Tensor], lower: Tensor) -> Tensor:
+    """``Lᵀ`` times the outputs of each sample, or one number times each output."""
+    if lower.dim() == 1:
+        return torch.cat([own.reshape(-1) for own in outputs]) * lower
+    flat = torch.cat([own.reshape(len(lower), -1) for own in outputs], dim=1)
+    return (lower.transpose(1, 2) @ flat[..., None]).reshape(-1)
 
 
 def _diagonal_hessian(evaluation: Evaluation) -> tuple[Tensor, Tensor]:

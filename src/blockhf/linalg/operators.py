@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import abc
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Protocol
 
@@ -26,10 +26,13 @@ class Root:
         rows: ``R``: as many rows as there are samples times outputs, as many columns as parameters.
         slopes: The vector ``s`` with ``Rᵀ s`` the gradient on the same samples, where that is in the range of
             ``Rᵀ``.
+        units: What the columns were divided by.
     """
 
     rows: Tensor
     slopes: Tensor
+    units: Tensor | float = 1.0
+    _factors: dict[float, Tensor | None] = field(default_factory=dict, repr=False)
 
     @property
     def is_wide(self) -> bool:
@@ -38,13 +41,62 @@ class Root:
 
     @cached_property
     def smaller(self) -> Tensor:
-        """``R Rᵀ`` or ``Rᵀ R``, whichever is smaller."""
-        return self.rows @ self.rows.T if self.is_wide else self.rows.T @ self.rows
+        """The lower triangle of ``R Rᵀ`` or ``Rᵀ R``, whichever is smaller; what is above it is not set."""
+        return _lower_gram(self.rows if self.is_wide else self.rows.T)
 
     @cached_property
     def mean_diagonal(self) -> float:
         """Of ``Rᵀ R``."""
         return float(self.rows.square().sum()) / max(1, self.rows.shape[1])
+
+    def in_own_units(self) -> Root:
+        """The same with each parameter in units in which its curvature is 1."""
+        units = torch.linalg.vector_norm(self.rows, dim=0)
+        units = torch.where(units > 0, units, 1.0)
+        return Root(self.rows / units, self.slopes, units)
+
+    def factor(self, damping: float) -> Tensor | None:
+        """The Cholesky factor of the smaller matrix and damping, with as much more as rounding asks for."""
+        if damping not in self._factors:
+            self._factors.clear()
+            self._factors[damping] = _cholesky(self.smaller, damping)
+        return self._factors[damping]
+
+    def solve(self, target: Tensor, damping: float) -> Tensor | None:
+        """``-(Rᵀ R + damping I)⁻¹ Rᵀ target``, on the smaller side and without a subtraction."""
+        factor = self.factor(damping)
+        if factor is None:
+            return None
+        if self.is_wide:
+            return -(self.rows.T @ torch.cholesky_solve(target[:, None], factor)[:, 0])
+        return -torch.cholesky_solve((self.rows.T @ target)[:, None], factor)[:, 0]
+
+
+def _lower_gram(A: Tensor, num_strips: int = 4) -> Tensor:
+    """The lower triangle of ``A Aᵀ``, in strips: of what lies above it, but a little is computed."""
+    size = A.shape[0]
+    if size < 64 * num_strips:
+        return A @ A.T
+    gram = A.new_zeros(size, size)
+    width = -(-size // num_strips)
+    for start in range(0, size, width):
+        stop = min(start + width, size)
+        torch.matmul(A[start:stop], A[:stop].T, out=gram[start:stop, :stop])
+    return gram
+
+
+def _cholesky(K: Tensor, damping: float) -> Tensor | None:
+    """The factor of ``K + damping I``, with as much more on the diagonal as rounding asks for."""
+    damped, diagonal = K.clone(), K.diagonal()
+    extra = 0.0
+    for _ in range(6):
+        damped.diagonal().copy_(diagonal + damping + extra)
+        factor, failed = torch.linalg.cholesky_ex(damped)
+        if not bool(failed):
+            found: Tensor = factor
+            return found
+        extra = max(10 * extra, 4 * torch.finfo(K.dtype).eps * float(diagonal.mean()))
+    return None
 
 
 class BlockOperator(abc.ABC):
@@ -86,9 +138,9 @@ class BlockOperator(abc.ABC):
         """The square root of a diagonal block, where it is stored."""
         return None
 
-    def is_stored(self, block: int) -> bool:
-        """Whether a diagonal block, or its root, is stored, so that systems need no preconditioner."""
-        return self.dense(block) is not None or self.root(block) is not None
+    def scaled_outputs(self, outputs: Sequence[Sequence[Tensor]]) -> Tensor | None:
+        """From the outputs, part by part, to values whose Jacobian the roots are, where roots are stored."""
+        return None
 
     def mean_diagonal(self, block: int, like: Tensor) -> float:
         """The mean of the diagonal of a diagonal block; where nothing is stored, an estimate by one product.
@@ -142,6 +194,9 @@ class ForwardingOperator(BlockOperator):
     def root(self, block: int) -> Root | None:
         return self.operator.root(block)
 
+    def scaled_outputs(self, outputs: Sequence[Sequence[Tensor]]) -> Tensor | None:
+        return self.operator.scaled_outputs(outputs)
+
     def mean_diagonal(self, block: int, like: Tensor) -> float:
         return self.operator.mean_diagonal(block, like)
 
@@ -186,6 +241,10 @@ class Scaled(ForwardingOperator):
             return None
         scale = self.weight**0.5
         return Root(root.rows * scale, root.slopes * scale)
+
+    def scaled_outputs(self, outputs: Sequence[Sequence[Tensor]]) -> Tensor | None:
+        scaled = super().scaled_outputs(outputs)
+        return None if scaled is None or self.weight < 0 else scaled * self.weight**0.5
 
     def mean_diagonal(self, block: int, like: Tensor) -> float:
         return self.weight * super().mean_diagonal(block, like)

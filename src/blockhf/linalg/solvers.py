@@ -212,7 +212,7 @@ def _by_root(system: System, *, rescales: bool) -> Solution | None:
     if rescales:
         return _in_own_units(system, root)
     R, s, b = root.rows, root.slopes, system.rhs
-    factor = _cholesky(root.smaller, system.damping)
+    factor = root.factor(system.damping)
     if factor is None:
         return None
 
@@ -248,9 +248,8 @@ def _in_own_units(system: System, root: Root) -> Solution | None:
         root = _with_penalty(root, system.weight_decay, system.penalty)
         damping = max(0.0, system.damping - system.weight_decay)
         system = replace(system, damping=damping, weight_decay=0.0, penalty=None)
-    units = torch.linalg.vector_norm(root.rows, dim=0)
-    units = torch.where(units > 0, units, 1.0)
-    scaled = Root(root.rows / units, root.slopes)
+    scaled = root.in_own_units()
+    units = scaled.units
     damping = system.damping * scaled.mean_diagonal / (root.mean_diagonal or 1.0)
     inner = replace(system, operator=_Rooted(scaled), index=0, rhs=system.rhs / units, damping=damping)
     solution = _by_root(inner, rescales=False)
@@ -292,17 +291,3 @@ def _is_gradient(R: Tensor, s: Tensor, gradient: Tensor) -> bool:
     norm = torch.linalg.vector_norm
     rounding = 16 * torch.finfo(R.dtype).eps * norm(R) * norm(s)
     return bool(norm(R.T @ s - gradient) <= 1e-6 * norm(gradient) + rounding)
-
-
-def _cholesky(K: Tensor, damping: float) -> Tensor | None:
-    """The factor of ``K + damping I``, with as much more on the diagonal as rounding asks for."""
-    damped, diagonal = K.clone(), K.diagonal()
-    extra = 0.0
-    for _ in range(6):
-        damped.diagonal().copy_(diagonal + damping + extra)
-        factor, failed = torch.linalg.cholesky_ex(damped)
-        if not bool(failed):
-            found: Tensor = factor
-            return found
-        extra = max(10 * extra, 4 * torch.finfo(K.dtype).eps * float(diagonal.mean()))
-    return None

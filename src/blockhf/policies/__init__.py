@@ -8,6 +8,7 @@ from blockhf.policies.damping import (
     Outcome,
     RelativeDamping,
 )
+from blockhf.policies.geodesic import Geodesic
 from blockhf.policies.sampling import AllSamples, NoiseScale, Sampling, StepCost
 from blockhf.policies.search import Backtracking, Choice, FixedStep, Proposal, Search, Situation, measured
 from blockhf.policies.subspace import Subspace
@@ -20,6 +21,7 @@ __all__ = [
     "Constant",
     "DampingRule",
     "FixedStep",
+    "Geodesic",
     "LevenbergMarquardt",
     "NoiseScale",
     "Outcome",

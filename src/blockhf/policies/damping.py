@@ -23,6 +23,7 @@ class Outcome:
             chooses a length for each block.
         length: The share of the direction that was taken, where the search shrinks all blocks alike.
         rounding: The relative precision of the block's numbers.
+        growth: How many times the damping grew within the step, where the search damps itself.
     """
 
     accepted: bool
@@ -30,6 +31,7 @@ class Outcome:
     coefficient: float | None = None
     length: float | None = None
     rounding: float = 0.0
+    growth: float | None = None
 
 
 class DampingRule(Policy):
@@ -145,6 +147,7 @@ class RelativeDamping(DampingRule):
     matter. As with ``LevenbergMarquardt`` the reduction ratio decides, of the step at the length
     that was taken. A step of which less than ``shortest`` was left counts as a bad one, whatever its ratio:
     every model is good enough for short steps. Rejected ones in a row count more each time (Nielsen, 1999).
+    Where the search damps itself, as ``Geodesic`` does, its damping is kept, and lowered if it did not grow.
     The floor is at the rounding of the block's numbers, below which damping does nothing.
 
     >>> rule = RelativeDamping()
@@ -173,7 +176,9 @@ class RelativeDamping(DampingRule):
         length = 1.0 if outcome.length is None else outcome.length
         rejected = state.get("rejected", 0)
         if not outcome.accepted:
-            damping /= self.factor ** (1 + rejected)
+            damping *= outcome.growth or self.factor ** -(1 + rejected)
+        elif outcome.growth is not None:
+            damping *= outcome.growth if outcome.growth > 1 else self.factor
         elif length < self.shortest or (outcome.ratio is not None and outcome.ratio < self.bad):
             damping /= self.factor
         elif outcome.ratio is not None and outcome.ratio > self.good:

@@ -89,6 +89,7 @@ class Choice:
             for a block without a direction.
         compared: Of which samples ``before`` and ``loss`` are, where they are not the gradient's.
         length: The share of all blocks' directions that was taken, where they were shrunk alike.
+        growth: How many times the damping had to grow for it, where the search damps itself.
     """
 
     update: Sequence[Tensor] | None
@@ -101,6 +102,7 @@ class Choice:
     lengths: Sequence[float | None] = ()
     compared: str = "held out"
     length: float | None = None
+    growth: float | None = None
 
 
 @dataclass(frozen=True)

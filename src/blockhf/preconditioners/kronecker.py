@@ -75,7 +75,11 @@ class Kronecker(Preconditioner):
     ) -> Sequence[LinearOperator | None]:
         """The inverses; none for blocks whose matrix is stored, nor where the objective gives no outputs."""
         inverses: list[LinearOperator | None] = [None] * len(samples.blocks)
-        chosen = [index for index in range(len(samples.blocks)) if not operator.is_stored(index)]
+        chosen = [
+            index
+            for index in range(len(samples.blocks))
+            if operator.dense(index) is None and operator.root(index) is None
+        ]
         if not chosen:
             return inverses
         num_steps = state.shared["num_steps"] = state.shared.get("num_steps", 0) + 1
