@@ -34,6 +34,7 @@ def test_every_tuned_family_has_eight_settings_where_it_applies(name: str, famil
     else:
         assert len(set(found)) == (8 if family != "L-BFGS" or task.has_lbfgs else 0)
     assert {families.family_of(text) for text in found} <= {family}
+    assert [str(Spec.parse(text)) for text in found] == found  # as records name them
 
 
 @pytest.mark.parametrize("optimizer", ["adamw:lr=0.01,batch=64", "muon:lr=0.01,batch=64", "blockhf"])

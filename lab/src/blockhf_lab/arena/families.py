@@ -36,8 +36,9 @@ def settings(task: Task, family: str) -> list[str]:
             return []
         sizes = (large,) if task.is_complete else (large, 1_000_000)
         rates = (0.25, 0.5, 1, 2) if task.is_complete else (0.5, 1)
+        rest = "history_size=50,line_search_fn=strong_wolfe"
         return [
-            f"lbfgs:lr={rate},max_iter={steps},batch={size},history_size=50,line_search_fn=strong_wolfe"
+            str(Spec.parse(f"lbfgs:lr={rate},max_iter={steps},batch={size},{rest}"))
             for rate, steps, size in itertools.product(rates, (5, 20), sizes)
         ]
     found = {
