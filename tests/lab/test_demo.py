@@ -11,6 +11,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,7 +22,7 @@ from torch import nn
 import blockhf
 import blockhf_lab
 from blockhf import blocks
-from blockhf_lab import autoencoder, cli, demo, figures, files
+from blockhf_lab import autoencoder, cli, demo, demo_physics, figures, files
 from blockhf_lab.data import Pictures, digits
 from children import PATIENCE, starts_processes
 from command_line import run_main
@@ -201,6 +202,34 @@ def test_the_quick_demo_runs_and_writes_its_files(tmp_path: Path) -> None:
         assert run["points"][-1]["seconds"] >= 0.2
         assert run["points"][-1]["test_error"] is not None
         assert run["train_error"] is not None
+    solved = {run["name"]: run for run in results["physics"]["runs"]}
+    assert len(solved) == 4
+    assert len({run["errors"][0] for run in solved.values()}) == 1
+    for name, run in solved.items():
+        assert name in done.stdout
+        assert run["seconds"][-1] >= 0.2
+        assert run["errors"][-1] > 0
+
+
+def test_the_contest_without_noise_takes_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 0.0
+
+    def tick() -> float:
+        nonlocal now
+        now += 1.0
+        return now
+
+    monkeypatch.setattr(demo_physics, "time", SimpleNamespace(perf_counter=tick))
+    tracks: list[demo_physics.Track] = []
+    seen: list[str] = []
+    demo_physics.run(2.0, 0, tracks, lambda track: seen.append(track.name))
+    names = [name for name, _, _ in demo_physics.CONTESTANTS]
+    assert (
+        seen == [name for name in names for _ in range(2)] + names
+    )  # start and first update, then the second
+    assert all(track.updates == [0, 1, 2] for track in tracks)
+    assert [track.first(math.inf) for track in tracks] == [0.0] * 4
+    assert tracks[0].first(0.0) is None
 
 
 def test_version(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

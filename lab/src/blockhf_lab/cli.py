@@ -95,13 +95,13 @@ def _app() -> "typer.Typer":
     def demo(
         seconds: Annotated[
             float | None,
-            typer.Option(help="Time for each of the five optimizers.", show_default="20, or 0.5 if quick"),
+            typer.Option(help="Time for each of the nine optimizers.", show_default="20, or 0.5 if quick"),
         ] = None,
         seed: Annotated[int, typer.Option(callback=_whole(0), help="Of the weights and of the batches.")] = 0,
         out: Annotated[Path, typer.Option(help="Folder for results.json and demo.png.")] = Path("runs/demo"),
         quick: Annotated[bool, typer.Option("--quick", help="A small network, in a few seconds.")] = False,
     ) -> None:
-        """Train an autoencoder of digits by BlockHF, the paper's block HF and HF, and Adam: two minutes."""
+        """Train an autoencoder of digits and solve Poisson's equation, by BlockHF and others: 4 minutes."""
         from rich.console import Console
 
         from blockhf_lab.data import digits

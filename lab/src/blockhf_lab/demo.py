@@ -3,6 +3,7 @@
 Each has the same time. Each starts from the same weights, and those with the same batch size see the same
 batches. The clock of a contestant runs during its updates alone, so evaluation and drawing cost nobody
 anything. They take turns: the next update is made by whoever has used the least time so far.
+``demo_physics`` is the second half: a loss without noise.
 """
 
 from __future__ import annotations
@@ -24,9 +25,10 @@ from torch import Tensor, nn
 
 import blockhf
 from blockhf import BlockHF, blocks
-from blockhf_lab import figures, files
+from blockhf_lab import demo_physics, figures, files
 from blockhf_lab.autoencoder import SIZES, Autoencoder, objective
 from blockhf_lab.data import Pictures
+from blockhf_lab.demo_physics import Track
 
 Update = Callable[[Tensor], tuple[float, int | None]]
 """Makes one update on a batch; returns the error there before it, and the number of CG iterations."""
@@ -254,6 +256,7 @@ def run(data: Pictures, settings: Settings, out: Path, console: Console) -> bool
     entrants = contestants(settings)
     console.print(_introduction(settings, entrants), soft_wrap=True)
     runs: list[Run] = []
+    tracks: list[Track] = []
     finished = True
     try:
         with _progress(console) as progress:
@@ -277,6 +280,7 @@ def run(data: Pictures, settings: Settings, out: Path, console: Console) -> bool
                     progress.update(
                         task, completed=min(each.seconds, settings.seconds), status=_status(point)
                     )
+        _physics(settings, tracks, console)
     except KeyboardInterrupt:
         finished = False
         console.print("Interrupted; this is what was recorded until then.")
@@ -286,7 +290,9 @@ def run(data: Pictures, settings: Settings, out: Path, console: Console) -> bool
         console.print("Nothing was recorded.")
         return finished
     console.print(_table(runs, settings))
-    files.write(out / "results.json", _json(runs, settings, finished))
+    if tracks := [track for track in tracks if track.errors]:
+        console.print(demo_physics.table(tracks))
+    files.write(out / "results.json", _json(runs, settings, finished, tracks))
     files.write(
         out / "demo.png",
         figures.race(
@@ -300,10 +306,29 @@ def run(data: Pictures, settings: Settings, out: Path, console: Console) -> bool
                 for each in runs
             ],
             title=_title(settings),
+            physics=[
+                figures.Curve(track.name, track.updates, track.seconds, track.errors) for track in tracks
+            ],
         ),
     )
     console.print(f"Written: {out / 'results.json'} and {out / 'demo.png'}", soft_wrap=True)
     return finished
+
+
+def _physics(settings: Settings, tracks: list[Track], console: Console) -> None:
+    """The second contest, on a loss without noise."""
+    console.print(demo_physics.introduction(settings.seconds), soft_wrap=True)
+    with _progress(console) as progress:
+        own = {
+            name: progress.add_task(name, total=settings.seconds, status="")
+            for name, _, _ in demo_physics.CONTESTANTS
+        }
+
+        def watch(track: Track) -> None:
+            completed = min(track.seconds[-1], settings.seconds)
+            progress.update(own[track.name], completed=completed, status=demo_physics.status(track))
+
+        demo_physics.run(settings.seconds, settings.seed, tracks, watch)
 
 
 def _warm_up(data: Pictures, settings: Settings) -> None:
@@ -391,7 +416,7 @@ def _when(point: Point | None) -> str:
     return "–" if point is None else f"{point.update} ({point.seconds:.1f} s)"
 
 
-def _json(runs: Sequence[Run], settings: Settings, finished: bool) -> bytes:
+def _json(runs: Sequence[Run], settings: Settings, finished: bool, tracks: Sequence[Track] = ()) -> bytes:
     content = {
         "blockhf": blockhf.__version__,
         "torch": torch.__version__,
@@ -407,5 +432,6 @@ def _json(runs: Sequence[Run], settings: Settings, finished: bool) -> bytes:
             }
             for each in runs
         ],
+        "physics": demo_physics.record(tracks),
     }
     return files.to_json(content)
