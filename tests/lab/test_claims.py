@@ -42,7 +42,7 @@ def compared(
     key = known.test_key
     entries: list[Entry] = []
     for size in known.curvature_batches:
-        entries += [entry(f"block-hf:curvature={size}", block(size), key)] if block else []
+        entries += [entry(f"paper:curvature={size}", block(size), key)] if block else []
         entries += [entry(f"hf:curvature={size}", alone(size), key)] if alone else []
     for size in known.adam_batches:
         entries += [entry(f"adam:lr=0.001,batch={size}", adam(size), key)] if adam else []
@@ -260,7 +260,7 @@ def test_missing_lines_and_other_optimizers_are_told_apart() -> None:
             *(each for each in whole.entries if "curvature=600" not in each.optimizer),
             entry("adam:lr=0.1,batch=600", {1: (0.0, 0.0)}, key),
             entry("blockhf", {1: (0.0, 0.0)}, key),
-            entry("block-hf:curvature=600,lr=1", {1: (0.0, 0.0)}, key),
+            entry("paper:curvature=600,lr=1", {1: (0.0, 0.0)}, key),
         ],
     )
     records = Records({"autoencoder": fewer})
@@ -273,10 +273,9 @@ def test_missing_lines_and_other_optimizers_are_told_apart() -> None:
 def test_medians_over_the_seeds_count() -> None:
     key = tasks.get("autoencoder").test_key
     runs = [
-        entry("block-hf:curvature=600", {10: (value, value)}, key, seed)
-        for seed, value in enumerate((1, 5, 9))
+        entry("paper:curvature=600", {10: (value, value)}, key, seed) for seed, value in enumerate((1, 5, 9))
     ]
-    (line,) = claims.lines(Comparison("autoencoder", "cpu", {}, [], [], runs), "block-hf").values()
+    (line,) = claims.lines(Comparison("autoencoder", "cpu", {}, [], [], runs), "paper").values()
     assert claims.series(line, claims.Metric("", key, False)) == {10: 5}
 
 
@@ -387,7 +386,7 @@ def test_misuse_is_told(
 def test_figures_show_what_the_claims_compare(records: Path) -> None:
     found = claims_page.panels(Records.read(records))
     titles = {claim: [column[0][0].title for column in columns] for claim, columns in found.items()}
-    adam, alone = "block HF and Adam", "block HF and HF"
+    adam, alone = "paper and Adam", "paper and paper (HF)"
     assert titles == {
         1: [f"autoencoder: {adam}"],
         2: [f"autoencoder: {alone}"],

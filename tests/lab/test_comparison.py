@@ -24,8 +24,8 @@ from blockhf_lab.optimizers import Spec
 from children import PATIENCE, starts_processes
 
 FIGURE = (
-    "block-hf:curvature=30",
-    "block-hf:curvature=20",
+    "paper:curvature=30",
+    "paper:curvature=20",
     "hf:curvature=30",
     "hf:curvature=20",
     "adam:batch=20",
@@ -108,13 +108,13 @@ def test_a_diverged_run_reaches_nothing_more_and_its_best_counts() -> None:
     assert [cost.update for cost in line.targets] == [1, None]
 
 
-def test_optimizers_come_in_the_order_of_the_paper() -> None:
+def test_the_library_comes_first_and_then_the_order_of_the_paper() -> None:
     runs = [entry(text, [1.0]) for text in (*FIGURE, "blockhf", "sgd:lr=1")]
     names = [str(spec) for spec, _ in compared(*reversed(runs)).methods()]
     assert names == [
-        "block-hf:curvature=30",
-        "block-hf:curvature=20",
         "blockhf",
+        "paper:curvature=30",
+        "paper:curvature=20",
         "hf:curvature=30",
         "hf:curvature=20",
         "adam:batch=60",
@@ -157,7 +157,7 @@ def test_another_file_is_no_comparison(tmp_path: Path, content: str) -> None:
 def test_runs_are_collected_with_what_they_recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tasks, "TASKS", {"tiny": tiny_task.task})
     data = tiny_task.load(None)
-    for seed, optimizer in itertools.product((0, 1), ("adam:batch=20", "block-hf:curvature=30")):
+    for seed, optimizer in itertools.product((0, 1), ("adam:batch=20", "paper:curvature=30")):
         config = runs.Config("tiny", "quick", optimizer, seed, "6updates")
         with runs.Run(config, tmp_path / optimizer.partition(":")[0] / str(seed), data) as run:
             runs.train(run)
@@ -187,14 +187,14 @@ def test_the_papers_four_panels(whole: Comparison) -> None:
         rows = figures.panels(whole, axis)
         assert [[panel.metric for panel in row] for row in rows] == [["train error"] * 2, ["test error"] * 2]
         for left, right in rows:
-            assert (left.title, right.title) == ("block HF and Adam", "block HF and HF")
+            assert (left.title, right.title) == ("paper and Adam", "paper and paper (HF)")
             assert [curve.label for curve in left.curves] == [
-                "block HF, curvature 30",
-                "block HF, curvature 20",
+                "paper, curvature 30",
+                "paper, curvature 20",
                 "Adam, batch 60",
                 "Adam, batch 20",
             ]
-            assert [curve.label.split(",")[0] for curve in right.curves] == ["block HF"] * 2 + ["HF"] * 2
+            assert [curve.label.split(",")[0] for curve in right.curves] == ["paper"] * 2 + ["paper (HF)"] * 2
     test = figures.panels(whole, "update")[1][0].curves[0]
     assert list(test.middle) == pytest.approx([100.0 / (1 + update / 9) + 1 for update in range(12)])
     assert list(test.low) == pytest.approx([value - 1 for value in test.middle])
@@ -206,7 +206,7 @@ def test_sides_with_nothing_to_compare_are_left_out() -> None:
         return [panel.title for panel in figures.panels(both, "ge")[0]]
 
     assert titles("adam", "sgd") == ["Adam and SGD"]
-    assert titles("hf", "block-hf") == ["block HF and HF"]
+    assert titles("hf", "paper") == ["paper and paper (HF)"]
     assert titles("blockhf", "adam") == ["BlockHF and Adam", "BlockHF"]
     assert titles("blockhf") == ["BlockHF"]
 
@@ -225,7 +225,7 @@ def test_block_hf_and_hf_share_colors(whole: Comparison) -> None:
     looks = figures.looks(whole)
     assert len(set(looks.values())) == len(FIGURE)
     for size in (30, 20):
-        block, single = looks[f"block HF, curvature {size}"], looks[f"HF, curvature {size}"]
+        block, single = looks[f"paper, curvature {size}"], looks[f"paper (HF), curvature {size}"]
         assert block[0] == single[0]
         assert block[1] == "solid" != single[1]
 
@@ -268,7 +268,7 @@ def test_png_and_svg_are_whole_and_the_same_each_time(whole: Comparison) -> None
     "tests", [[9.0], [9.0, None], [None, None], [9.0, math.inf], [9.0, 1e30, 1e-30], [0.0, 0.0]]
 )
 def test_short_and_diverged_runs_can_be_drawn(tests: list[float | None]) -> None:
-    both = compared(entry("adam", tests), entry("block-hf", [9.0, 8.0]))
+    both = compared(entry("adam", tests), entry("paper", [9.0, 8.0]))
     assert figures.png(figures.draw(both, "ge"))[:4] == b"\x89PNG"
     assert all(len(page.cells(line)) == len(page.headings(both)) for line in comparison.summaries(both))
 
@@ -299,7 +299,14 @@ def test_the_page_holds_everything_and_asks_for_nothing(whole: Comparison, conte
     assert b"url(http" not in content
     assert b"@import" not in content
     assert reader.tags.count("svg") == 12
-    for words in ("A tiny autoencoder", "large batch", "20updates", "torch", "test error ≤ 60", "slow_start"):
+    for words in (
+        "A tiny autoencoder",
+        "large batch",
+        "20 updates for each run",
+        "torch",
+        "test error ≤ 60",
+        "slow_start",
+    ):
         assert words in reader.text
     for spec, _ in whole.methods():
         assert str(spec) in reader.text

@@ -20,7 +20,7 @@ from blockhf_lab import ranks
 from children import PATIENCE, starts_processes
 
 pytestmark = starts_processes
-SPEC = "block-hf:curvature=150,max_cg_steps=3"
+SPEC = "paper:curvature=150,max_cg_steps=3"
 
 
 def train(out: Path, *options: str, optimizer: str = SPEC) -> list[str]:

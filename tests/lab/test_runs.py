@@ -170,7 +170,7 @@ def test_evaluations_are_ever_farther_apart_and_the_last_update_is_one(tmp_path:
 
 
 def test_the_records_of_block_hf_have_its_report(tmp_path: Path) -> None:
-    records = finished(tmp_path, config("block-hf:curvature=30", budget="4updates"))
+    records = finished(tmp_path, config("paper:curvature=30", budget="4updates"))
     assert "report" not in records[0]
     assert [record["report"]["cg"] for record in records[1:]] == [[1, 1], [1, 1], [3, 3], [3, 3]]
     report = records[-1]["report"]
@@ -265,7 +265,7 @@ def test_cosine_takes_the_learning_rate_to_zero_over_the_budget(tmp_path: Path) 
     [
         ("tiny", "adam:lr=0.01,batch=20"),
         ("tiny", "sgd:lr=0.001,momentum=0.9,schedule=cosine"),
-        ("tiny", "block-hf:curvature=30"),
+        ("tiny", "paper:curvature=30"),
         ("tiny", "blockhf:curvature=30"),
         ("tiny", "lbfgs:max_iter=3"),
         ("random", "adam:lr=0.01,batch=20"),
@@ -288,7 +288,7 @@ def test_an_interrupted_run_goes_on_bit_for_bit(tmp_path: Path, task: str, optim
 
 
 def test_the_time_between_checkpoints_changes_nothing(tmp_path: Path) -> None:
-    settings = config("block-hf:curvature=30")
+    settings = config("paper:curvature=30")
     often = finished(tmp_path / "often", settings, checkpoint_seconds=0.0)
     never = finished(tmp_path / "never", settings, checkpoint_seconds=math.inf)
     assert timeless(often) == timeless(never)
@@ -386,7 +386,7 @@ def _kill_at_random(folder: Path, optimizer: str, task: str, times: int, seed: i
 @pytest.mark.skipif(sys.platform == "win32", reason="there is no SIGKILL")
 @starts_processes
 def test_a_run_killed_at_random_moments_ends_like_an_undisturbed_one(tmp_path: Path) -> None:
-    _check_kills(tmp_path, "block-hf:curvature=30", "tiny", times=3, seed=0)
+    _check_kills(tmp_path, "paper:curvature=30", "tiny", times=3, seed=0)
 
 
 @pytest.mark.slow
@@ -394,7 +394,7 @@ def test_a_run_killed_at_random_moments_ends_like_an_undisturbed_one(tmp_path: P
 @pytest.mark.parametrize(
     ("task", "optimizer"),
     [
-        ("tiny", "block-hf:curvature=30"),
+        ("tiny", "paper:curvature=30"),
         ("tiny", "adam:lr=0.01,batch=20"),
         ("random", "blockhf:curvature=30"),
     ],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -139,7 +140,7 @@ def test_reached_goes_by_the_metric() -> None:
         ("Adam: lr = 1e-3 , batch=600", "adam", {"lr": 1e-3, "batch": 600}),
         ("adamw:betas=0.9/0.95,amsgrad=true", "adamw", {"betas": (0.9, 0.95), "amsgrad": True}),
         ("sgd:lr=0.1,schedule=cosine", "sgd", {"lr": 0.1, "schedule": "cosine"}),
-        ("block-hf:curvature=1200,slow_start=10/2", "block-hf", {"curvature": 1200, "slow_start": (10, 2)}),
+        ("paper:curvature=1200,slow_start=10/2", "paper", {"curvature": 1200, "slow_start": (10, 2)}),
         (
             "blockhf:search=Backtracking,blocks=layer",
             "blockhf",
@@ -156,7 +157,7 @@ def test_specs_are_read(text: str, name: str, options: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("text", "what"),
     [
-        ("nope", "There is no optimizer 'nope'. There are block-hf, hf, blockhf, "),
+        ("nope", "There is no optimizer 'nope'. There are blockhf, paper, hf, "),
         ("adam:lr", "Cannot read 'lr'"),
         ("adam:=3", "Cannot read '=3'"),
         ("adam:lr=", "Cannot read 'lr='"),
@@ -234,7 +235,7 @@ def test_the_recipe_is_the_papers_and_options_change_it() -> None:
         assert optimizer.curvature_batch_size == 30
         return optimizer.param_groups
 
-    block, single = groups("block-hf:curvature=30"), groups("hf:curvature=30,lr=0.2")
+    block, single = groups("paper:curvature=30"), groups("hf:curvature=30,lr=0.2")
     assert [group["name"] for group in block] == ["encoder", "decoder"]
     assert [group["name"] for group in single] == ["all"]
     assert {key: block[0][key] for key in task.recipe} == task.recipe
@@ -262,7 +263,7 @@ def test_the_default_is_the_librarys_own_and_policies_go_by_name() -> None:
         ("blockhf", 500),
         ("blockhf:population=900", 900),
         ("blockhf:without=population", None),
-        ("block-hf", None),
+        ("paper", None),
     ],
 )
 def test_the_default_alone_is_told_the_size_of_the_training_set(text: str, expected: int | None) -> None:
@@ -277,7 +278,7 @@ def test_every_optimizer_of_torch_has_a_name() -> None:
 
 
 def test_labels_and_folders_tell_optimizers_apart() -> None:
-    specs = [Spec.parse(text) for text in ("adam", "adam:batch=6", "adamw:betas=0.9/0.95", "hf", "block-hf")]
+    specs = [Spec.parse(text) for text in ("adam", "adam:batch=6", "adamw:betas=0.9/0.95", "hf", "paper")]
     assert len({spec.label for spec in specs}) == len({spec.folder for spec in specs}) == 5
     assert not any(set(spec.folder) & set('/\\:*?"<>| ') for spec in specs)
 
@@ -318,3 +319,14 @@ def _report(work: dict[str, int]) -> StepReport:
 def test_a_step_of_block_hf_costs_what_its_report_counted() -> None:
     unit = costs.Unit(samples=100, flops=1e6)
     assert unit.of_report(_report({"flops": 2_500_000})) == 2.5
+
+
+def test_former_names_are_read(tmp_path: Path) -> None:
+    spec = Spec.parse("block-hf:curvature=30")
+    assert (str(spec), spec.label) == ("paper:curvature=30", "paper, curvature 30")
+    assert spec.folder_in(tmp_path, 0) == tmp_path / "paper_curvature=30" / "seed-0"
+    former = tmp_path / "block-hf_curvature=30" / "seed-0"
+    former.mkdir(parents=True)
+    (former / "config.json").touch()
+    assert spec.folder_in(tmp_path, 0) == former
+    assert spec.folder_in(tmp_path, 1) == tmp_path / "paper_curvature=30" / "seed-1"

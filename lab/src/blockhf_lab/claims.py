@@ -297,7 +297,7 @@ def _beside_adam(
     if compared is None:
         return Finding(claim, words, rule, [], [])
     task = tasks.get(compared.task, compared.preset)
-    block, adam = lines(compared, "block-hf"), lines(compared, "adam")
+    block, adam = lines(compared, "paper"), lines(compared, "adam")
     batches = sorted(task.adam_batches)
     heads = [
         *("curvature batch", "metric", "level", "updates of block HF"),
@@ -346,7 +346,7 @@ def claim_2(records: Records) -> Finding:
     checks: list[Check] = []
     if compared is None:
         return Finding(2, words, rule, heads, checks)
-    block, alone = lines(compared, "block-hf"), lines(compared, "hf")
+    block, alone = lines(compared, "paper"), lines(compared, "hf")
     sizes = tasks.get(compared.task, compared.preset).curvature_batches
     for size, metric in itertools.product(sizes, metrics(compared)):
         ours, theirs = (series(line, metric) for line in alike(block.get(size), alone.get(size)))
@@ -378,7 +378,7 @@ def claim_4(records: Records) -> Finding:
             checks.append(missing(heads, task))
             continue
         *larger, smallest = sorted(tasks.get(compared.task, compared.preset).curvature_batches, reverse=True)
-        block, alone = lines(compared, "block-hf"), lines(compared, "hf")
+        block, alone = lines(compared, "paper"), lines(compared, "hf")
         for size, metric in itertools.product(larger, metrics(compared)):
             name = f"{task}, {size:,} to {smallest:,}"
             four = alike(*(line.get(each) for line in (block, alone) for each in (size, smallest)))
@@ -419,7 +419,7 @@ def claim_5(records: Records) -> Finding:
         return Finding(5, words, rule, heads, checks)
     task = tasks.get(compared.task, compared.preset)
     train, test = metrics(compared)
-    block, alone = lines(compared, "block-hf"), lines(compared, "hf")
+    block, alone = lines(compared, "paper"), lines(compared, "hf")
     small = min(task.adam_batches)
     adam = series(lines(compared, "adam").get(small), test)
     for size in task.curvature_batches:

@@ -10,16 +10,17 @@ from pathlib import Path
 from matplotlib.figure import Figure
 from rich.console import Console
 
-from blockhf_lab import claims, commands, comparison, figures, files, tasks
+from blockhf_lab import claims, comparison, figures, files, tables, tasks
 from blockhf_lab.claims import Finding, Records, Verdict
 from blockhf_lab.page import number
+from blockhf_lab.runs import Budget
 
 FIGURES: Mapping[int, Sequence[tuple[str, str]]] = {
     1: (("autoencoder", "Adam"),),
-    2: (("autoencoder", "HF"),),
+    2: (("autoencoder", "paper (HF)"),),
     3: (("lstm", "Adam"),),
-    4: (("lstm", "HF"), ("cnn", "HF")),
-    5: (("cnn", "Adam"), ("cnn", "HF")),
+    4: (("lstm", "paper (HF)"), ("cnn", "paper (HF)")),
+    5: (("cnn", "Adam"), ("cnn", "paper (HF)")),
 }
 """What a claim's figure shows along updates: task, and what block HF is beside."""
 
@@ -31,7 +32,7 @@ def run(folder: Path, out: Path | None, console: Console) -> None:
     for each in found:
         console.print(f"{each.number}. {each.claim}: {each.verdict}", style="bold", highlight=False)
         if each.verdict is not Verdict.UNKNOWN:
-            console.print(commands.table([*each.heads, "check"], _rows(each)))
+            tables.show(console, [*each.heads, "check"], _rows(each))
             console.print(f"Checks: {each.count}. {each.rule}\n", highlight=False)
     if out is None:
         return
@@ -59,7 +60,7 @@ def panels(records: Records) -> dict[int, list[Column]]:
             looks = figures.looks(compared)
             for column in zip(*figures.panels(compared, "update"), strict=True):
                 kinds = column[0].title.split(" and ")
-                if "block HF" in kinds and other in kinds:
+                if "paper" in kinds and other in kinds:
                     own = [replace(panel, title=f"{task}: {panel.title}") for panel in column]
                     found.setdefault(claim, []).append([(panel, looks) for panel in own])
     return found
@@ -125,8 +126,8 @@ def _settings(records: Records) -> str:
         paper, own = tasks.get(name, "paper"), compared.settings
         seeds = ", ".join(map(str, sorted({entry.seed for entry in compared.entries})))
         evaluated = f"{paper.num_evaluated:,}", f"{own['num_evaluated']:,}"
-        rows.append([name, "paper", paper.title, paper.budget, evaluated[0], ""])
-        budgets = ", ".join(compared.budgets)
+        rows.append([name, "paper", paper.title, Budget.parse(paper.budget).words, evaluated[0], ""])
+        budgets = ", ".join(Budget.parse(text).words for text in compared.budgets)
         rows.append(["", f"here, `{compared.preset}`", own["title"], budgets, evaluated[1], seeds])
     heads = ["task", "", "network and data", "budget of a run", "training samples evaluated", "seeds"]
     return _table(heads, rows) if rows else "Not measured."

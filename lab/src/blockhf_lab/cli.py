@@ -27,6 +27,8 @@ def main() -> None:
     """Run the command that the command line names."""
     try:
         _app()()
+    except KeyboardInterrupt:
+        sys.exit(130)
     except ModuleNotFoundError as error:
         needed = _BRINGS.get((error.name or "").split(".")[0])
         if needed is None:
@@ -52,12 +54,23 @@ def _telling(mistakes: tuple[type[Exception], ...] = (OSError, ValueError)) -> I
 _MOST_PROCESSES = 4096
 
 
-def _whole(least: int, most: int = 2**63 - 1) -> Callable[[int], int]:
-    """Check a whole number; typer's own limits are shown as formulas."""
+def _positive(value: float | None) -> float | None:
+    """Check a time, where one is given."""
+    import typer
 
-    def check(value: int) -> int:
+    if value is not None and not value > 0:
+        raise typer.BadParameter(f"{value:g} is not above 0.")
+    return value
+
+
+def _whole(least: int, most: int = 2**63 - 1) -> Callable[[Any], Any]:
+    """Check a whole number, where one is given; typer's own limits are shown as formulas."""
+
+    def check(value: int | None) -> int | None:
         import typer
 
+        if value is None:
+            return None
         if value < least:
             raise typer.BadParameter(f"{value} is less than {least}.")
         if value > most:
@@ -130,13 +143,13 @@ def _app() -> "typer.Typer":
 def _campaigns(fuzz: "typer.Typer") -> None:
     import typer
 
-    Number = Annotated[int, typer.Option(min=1, help="How many, those of the record included.")]
-    Seed = Annotated[int, typer.Option(min=0, help="Of the campaign.")]
+    Number = Annotated[int, typer.Option(callback=_whole(1), help="How many, those of the record included.")]
+    Seed = Annotated[int, typer.Option(callback=_whole(0), help="Of the campaign.")]
     Seconds = Annotated[
-        float | None, typer.Option(min=0, help="Time to stop after; the same command goes on.")
+        float | None, typer.Option(callback=_positive, help="Time to stop after; the same command goes on.")
     ]
     Out = Annotated[Path, typer.Option(help="Folder of the record.")]
-    Only = Annotated[int | None, typer.Option(min=0, help="One trial once more, by its number.")]
+    Only = Annotated[int | None, typer.Option(callback=_whole(0), help="One trial once more, by its number.")]
 
     def campaign(
         what: str, number: int, seed: int, seconds: float | None, out: Path, only: int | None
@@ -237,7 +250,7 @@ def _experiments(app: "typer.Typer") -> None:
         task: Task,
         optimizer: Annotated[
             str, typer.Option(help="name:option=value,option=value, e.g. adam:lr=1e-3,batch=600.")
-        ] = "block-hf",
+        ] = "blockhf",
         preset: Preset = "quick",
         seed: Annotated[int, typer.Option(callback=_whole(0), help="Of the weights and of the batches.")] = 0,
         budget: Budget = "",
@@ -263,7 +276,7 @@ def _experiments(app: "typer.Typer") -> None:
             int, typer.Option(callback=_whole(0), help="How often to start again if one fails.")
         ] = 0,
     ) -> None:
-        """Train a task by one optimizer: block-hf, hf, blockhf, or any of torch.optim."""
+        """Train a task by one optimizer: blockhf (the default), paper, hf, or any of torch.optim."""
         from rich.console import Console
 
         from blockhf_lab import commands, runs
@@ -284,7 +297,10 @@ def _experiments(app: "typer.Typer") -> None:
         task: Task,
         optimizer: Annotated[
             list[str] | None,
-            typer.Option(help="One of them; repeat it for each.", show_default="those of the paper's figure"),
+            typer.Option(
+                help="One of them; repeat it for each.",
+                show_default="BlockHF and those of the paper's figure",
+            ),
         ] = None,
         seeds: Annotated[str, typer.Option(help="Numbers with commas between them.")] = "0",
         preset: Preset = "quick",

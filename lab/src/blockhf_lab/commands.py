@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import signal
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -12,7 +13,6 @@ from types import FrameType, TracebackType
 from typing import Any
 
 import torch
-from rich import box
 from rich.console import Console
 from rich.progress import (
     BarColumn,
@@ -22,10 +22,9 @@ from rich.progress import (
     TextColumn,
     TimeRemainingColumn,
 )
-from rich.table import Table
 
 from blockhf.blocks import Group
-from blockhf_lab import comparison, costs, fetch, figures, files, page, ranks, runs, tasks
+from blockhf_lab import comparison, costs, fetch, figures, files, page, ranks, runs, tables, tasks
 from blockhf_lab.comparison import Comparison
 from blockhf_lab.optimizers import Spec
 from blockhf_lab.runs import Config, Record, Run
@@ -89,7 +88,7 @@ def compare(
     """
 
     def folder_of(config: Config) -> Path:
-        return out / Spec.parse(config.optimizer).folder / f"seed-{config.seed}"
+        return Spec.parse(config.optimizer).folder_in(out, config.seed)
 
     configs = [_as_before(config, folder_of(config), resume=True).complete() for config in configs]
     configs = list(dict.fromkeys(configs))
@@ -172,7 +171,10 @@ def fetch_data(names: Sequence[str], out: Path | None, console: Console) -> None
 def run_folder(config: Config) -> Path:
     """Where a run goes if nothing else is said."""
     spec = Spec.parse(config.optimizer)
-    return Path("runs") / f"{config.task}-{config.preset}" / spec.folder / f"seed-{config.seed}"
+    return spec.folder_in(Path("runs") / f"{config.task}-{config.preset}", config.seed)
+
+
+_STOPPING = b"\nStopping after this update, and saving. Press Ctrl-C again to end at once.\n"
 
 
 class Interrupts:
@@ -198,6 +200,9 @@ class Interrupts:
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         self.is_set = True
+        # Not by the console, which may be in the midst of a line.
+        with contextlib.suppress(OSError):
+            os.write(2, _STOPPING)
         self._restore()
 
     def _restore(self) -> None:
@@ -306,29 +311,21 @@ def _show(compared: Sequence[Comparison], console: Console) -> None:
     for each in compared:
         heads = page.headings(each)
         rows = [page.cells(line) for line in comparison.summaries(each)]
-        targets = slice(-1 - len(each.settings["targets"]), -1)
-        totals = table(
-            [*heads[: targets.start], heads[-1]], [[*row[: targets.start], row[-1]] for row in rows]
-        )
-        totals.title = f"{each.settings['title']}, {each.preset}"
-        totals.title_justify = "left"
-        console.print(totals)
-        reached = table([heads[0], *heads[targets]], [[row[0], *row[targets]] for row in rows])
-        reached.caption_justify = "left"
-        reached.caption = (
+        first = len(heads) - 1 - len(each.settings["targets"])
+        ends = [len(heads) - 1] if any(row[-1] != "finished" for row in rows) else []
+        totals, reached = [*range(first), *ends], [0, *range(first, len(heads) - 1)]
+        title = f"{each.settings['title']}, {each.preset}"
+        _table(heads, rows, totals, console, title=title)
+        caption = (
             "Medians over the seeds. Under a target: updates / GE / seconds until the test first was that "
             f"good, – where it was not. One GE is a gradient on {each.settings['large_batch']:,} samples; "
             "seconds are those of updates alone."
         )
-        console.print(reached)
+        _table(heads, rows, reached, console, caption=caption)
 
 
-def table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
-    table = Table(box=box.SIMPLE_HEAD, collapse_padding=True)
-    # On a narrow terminal cells are broken and not cut.
-    table.add_column(heads[0], overflow="fold")
-    for head in heads[1:]:
-        table.add_column(head, justify="right", overflow="fold")
-    for row in rows:
-        table.add_row(*row)
-    return table
+def _table(
+    heads: Sequence[str], rows: Sequence[Sequence[str]], kept: Sequence[int], console: Console, **words: str
+) -> None:
+    """Some of the columns."""
+    tables.show(console, [heads[i] for i in kept], [[row[i] for i in kept] for row in rows], **words)

@@ -84,7 +84,7 @@ class Comparison:
         return f"test_{self.settings['metric']}"
 
     def methods(self) -> list[tuple[Spec, list[Entry]]]:
-        """The runs of each optimizer, over the seeds: block HF first, then HF, then the others."""
+        """The runs of each optimizer, over the seeds: BlockHF, the paper's recipe, then the others."""
         by_text: dict[str, list[Entry]] = {}
         for entry in self.entries:
             by_text.setdefault(str(Spec.parse(entry.optimizer)), []).append(entry)
@@ -198,7 +198,7 @@ def _environments(folders: Sequence[Path]) -> list[dict[str, Any]]:
 
 
 def _rank(spec: Spec) -> tuple[Any, ...]:
-    kinds = ("block-hf", "blockhf", "hf")
+    kinds = ("blockhf", "paper", "hf")
     numbers = [
         (key, -value if isinstance(value, (int, float)) else 0.0) for key, value in spec.options.items()
     ]

@@ -141,14 +141,14 @@ class Panel:
 
 
 def panels(compared: Comparison, axis: str) -> list[list[Panel]]:
-    """The paper's panels, row by row: train and test; block HF with others, block HF with HF.
+    """The paper's panels, row by row: train and test; the recipe with others, the recipe with HF.
 
-    On the left are the optimizers of other kinds beside block HF, on the right all that solve by HF. A side
-    with nothing to compare is left out.
+    On the left are the optimizers of other kinds beside the paper's recipe, on the right all that solve by
+    HF. A side with nothing to compare is left out.
     """
     methods = compared.methods()
-    recipe = [index for index, (spec, _) in enumerate(methods) if spec.name == "block-hf"]
-    others = [index for index, (spec, _) in enumerate(methods) if spec.name not in ("block-hf", "hf")]
+    recipe = [index for index, (spec, _) in enumerate(methods) if spec.name == "paper"]
+    others = [index for index, (spec, _) in enumerate(methods) if spec.name not in ("paper", "hf")]
     second = [index for index, (spec, _) in enumerate(methods) if spec.is_second_order]
     sides = []
     if others:
@@ -179,7 +179,7 @@ def panels(compared: Comparison, axis: str) -> list[list[Panel]]:
 def looks(compared: Comparison) -> dict[str, tuple[str, Dashes]]:
     """Color and dashes of each optimizer, the same in all panels.
 
-    Block HF and HF with the same options have the same color, and HF is dashed.
+    The recipe with blocks and with one (HF), with the same options, have the same color, and HF is dashed.
     """
     specs = [spec for spec, _ in compared.methods()]
     colors: dict[str, int] = {}
@@ -190,14 +190,14 @@ def looks(compared: Comparison) -> dict[str, tuple[str, Dashes]]:
     return {
         spec.label: (
             PALETTE[colors[_color_key(spec)] % len(PALETTE)],
-            _DASHES[("block-hf", "hf").index(spec.name)] if spec.name in ("block-hf", "hf") else next(dashes),
+            _DASHES[("paper", "hf").index(spec.name)] if spec.name in ("paper", "hf") else next(dashes),
         )
         for spec in specs
     }
 
 
 def _color_key(spec: Spec) -> str:
-    return str(Spec("hf", spec.options)) if spec.name == "block-hf" else str(spec)
+    return str(Spec("hf", spec.options)) if spec.name == "paper" else str(spec)
 
 
 def _head(figure: Figure, title: str) -> None:

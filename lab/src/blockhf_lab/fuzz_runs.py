@@ -57,7 +57,7 @@ WAYS: Mapping[str, tuple[int, str]] = {
 """How runs are ended: how often in a hundred, and what it is."""
 
 VARIANTS = (
-    ("fuzz", "block-hf:curvature=16"),
+    ("fuzz", "paper:curvature=16"),
     ("fuzz", "adam:lr=0.01,batch=8"),
     ("fuzz-dropout", "hf:curvature=16"),
     ("fuzz", "blockhf:curvature=16"),

@@ -7,9 +7,9 @@ A spec is a name and, after a colon, options with commas between them::
     adamw:betas=0.9/0.95            a slash for pairs
     muon:lr=1e-3                    Muon for matrices, AdamW for the rest
     soap:lr=3e-3                    of pytorch-optimizer, where that is installed
-    block-hf:curvature=1200         the paper's recipe with the task's settings and blocks
+    blockhf:blocks=layer            BlockHF with default settings, with the task's blocks or others
+    paper:curvature=1200            the paper's recipe with the task's settings and blocks
     hf:curvature=1200               the same with one block
-    blockhf:lr=1,blocks=layer       BlockHF as it comes, with the task's blocks or others
     least-squares                   BlockHF.least_squares, for tasks without noise
     kernel-gn:damping=1e-6          and ssbfgs, full-lbfgs, adam-lbfgs: for such tasks too, see ``rivals``
 
@@ -29,6 +29,7 @@ import inspect
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -78,7 +79,10 @@ OPTIONAL: Mapping[str, str] = {"soap": "SOAP"}
 MULTIPLY = ("muon", *OPTIONAL)
 """Optimizers whose own products and factorizations of matrices are no small part of their cost."""
 
-SECOND_ORDER = ("block-hf", "hf", "blockhf", "least-squares")
+SECOND_ORDER = ("blockhf", "paper", "hf", "least-squares")
+
+FORMER = {"block-hf": "paper"}
+"""Names that optimizers had before, in records and folders, and those that they have now."""
 
 WITHOUT: Mapping[str, Callable[[], dict[str, Any]]] = {
     "held-out": lambda: {"search": Subspace(held_out=0.0)},
@@ -193,7 +197,8 @@ class Spec:
             if key in options:
                 raise ValueError(f"{key} is twice in {text!r}. Name it once.")
             options[key] = _value(value)
-        return cls(name.strip().lower(), dict(sorted(options.items())))
+        name = name.strip().lower()
+        return cls(FORMER.get(name, name), dict(sorted(options.items())))
 
     def __str__(self) -> str:
         options = ",".join(f"{key}={_text(value)}" for key, value in self.options.items())
@@ -211,7 +216,7 @@ class Spec:
     @property
     def kind(self) -> str:
         """Its name for people."""
-        names = {"block-hf": "block HF", "hf": "HF", "blockhf": "BlockHF", **_NAMES, **OPTIONAL}
+        names = {"paper": "paper", "hf": "paper (HF)", "blockhf": "BlockHF", **_NAMES, **OPTIONAL}
         return names[self.name] if self.name in names else FIRST_ORDER[self.name].__name__
 
     @property
@@ -223,6 +228,14 @@ class Spec:
     def folder(self) -> str:
         """A name for its folder."""
         return str(self).replace(":", " ").replace("/", "+").replace(" ", "_")
+
+    def folder_in(self, out: Path, seed: int) -> Path:
+        """Where a run goes; where there is one of its former name, that."""
+        formers = [
+            former + self.folder.removeprefix(now) for former, now in FORMER.items() if now == self.name
+        ]
+        folders = [out / folder / f"seed-{seed}" for folder in (self.folder, *formers)]
+        return next((folder for folder in folders if (folder / "config.json").exists()), folders[0])
 
     def batch_size(self, task: Task) -> int:
         """Samples of an update."""

@@ -9,6 +9,7 @@ from typing import Any
 import blockhf
 from blockhf_lab import figures
 from blockhf_lab.comparison import AXES, Comparison, Summary, summaries
+from blockhf_lab.runs import Budget
 
 STYLE = """
 :root { color-scheme: light dark; --ink: #1a1a1a; --paper: #ffffff; --faint: #d9d9d9; --soft: #f4f4f2;
@@ -42,7 +43,7 @@ def page(compared: Comparison) -> bytes:
     parts = [
         f"<h1>{escape(title)}</h1>",
         f"<p>{len(lines)} optimizers, seed{'s' * (len(seeds) > 1)} {', '.join(map(str, seeds))}, "
-        f"{escape(' and '.join(compared.budgets))} each. Lines are medians over the seeds, bands their "
+        f"{escape(budgets(compared))}. Lines are medians over the seeds, bands their "
         "range.</p>",
         "<h2>When targets were reached</h2>",
         _results(compared, lines),
@@ -67,6 +68,12 @@ def page(compared: Comparison) -> bytes:
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
         f"<title>{escape(title)}</title>\n<style>{STYLE}</style>\n</head>\n<body>\n{body}\n</body>\n</html>\n"
     ).encode()
+
+
+def budgets(compared: Comparison) -> str:
+    """What the runs were allowed to spend, in words."""
+    words = [Budget.parse(text).words for text in compared.budgets]
+    return f"{' or '.join(words)} for each run"
 
 
 def headings(compared: Comparison) -> list[str]:

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from rich.console import Console
 
-from blockhf_lab import commands, comparison, files, page
+from blockhf_lab import commands, comparison, files, page, tables
 from blockhf_lab.comparison import Comparison, Entry
 from blockhf_lab.optimizers import Spec
 from blockhf_lab.runs import Config
@@ -227,18 +227,16 @@ def show(result: Mapping[str, Any], console: Console) -> None:
         cells = [_cell(own[target]) for target in targets]
         sizes = map(page.mebibytes, result["memory"][name].values())
         last = map(page.number, result["ends"][name].values())
-        rows.append([name, *cells, *last, *sizes, result["settings"].get(name, "")])
+        rows.append([name, *cells, *last, *sizes, result["settings"].get(name, "").replace(",", ", ")])
     what = "train" if result["key"] == "train_loss" else "error"
     heads = ["family", *(f"{what} ≤ {target}" for target in targets), *_HEADS, "setting"]
-    shown = commands.table(heads, rows)
-    shown.caption = (
+    caption = (
         "Updates / GE / seconds / peak of memory until the train loss, or the error, first was that low; "
         "medians over the seeds. Then the train loss at the end and the best test. The peak in "
         "MiB is beyond what was there before the run, that of the whole run in its own column, and what of "
         "it the optimizer keeps from update to update beside."
     )
-    shown.caption_justify = "left"
-    console.print(shown)
+    tables.show(console, heads, rows, caption=caption)
 
 
 def _cell(cost: Mapping[str, Any]) -> str:

@@ -81,6 +81,16 @@ class Budget:
         amount = int(self.amount) if self.amount == int(self.amount) else self.amount
         return f"{amount}{self.kind}"
 
+    @property
+    def words(self) -> str:
+        """For people.
+
+        >>> Budget.parse("4updates").words, Budget.parse("600s").words
+        ('4 updates', '600 seconds')
+        """
+        unit = {"ge": "GE", "s": "seconds"}.get(self.kind, self.kind)
+        return f"{self.amount:,g} {unit.removesuffix('s') if self.amount == 1 else unit}"
+
     def spent(self, progress: Progress, updates_per_epoch: int) -> float:
         """The share that is spent."""
         if self.kind == "updates":
@@ -735,6 +745,7 @@ def _commit() -> str | None:
 def _same_run(folder: Path, found: dict[str, Any], wanted: dict[str, Any], *, decays: bool) -> None:
     """Raise if a folder's config is another; the budget may differ unless the learning rate follows it."""
     wanted = json.loads(files.to_json(wanted))
+    found = {**found, "optimizer": str(Spec.parse(found["optimizer"]))}  # which may have had another name
     free = set() if decays else {"budget"}
     keys = [key for key in wanted | found if key not in free and wanted.get(key) != found.get(key)]
     if keys:

@@ -132,11 +132,12 @@ class Task:
         return evaluate(self, model, samples)
 
     def figure(self) -> list[str]:
-        """The optimizers of the paper's figure, for ``optimizers.Spec.parse``; others without noise."""
+        """The library's default and the optimizers of the paper's figure; without noise others."""
         if self.is_complete:
             return ["blockhf", "least-squares", "adam:lr=0.003", "full-lbfgs", "ssbfgs", "kernel-gn"]
         return [
-            *(f"block-hf:curvature={size}" for size in self.curvature_batches),
+            f"blockhf:batch={self.race_batch}",
+            *(f"paper:curvature={size}" for size in self.curvature_batches),
             *(f"hf:curvature={size}" for size in self.curvature_batches),
             *(f"adam:lr=0.001,batch={size}" for size in self.adam_batches),
         ]
@@ -183,8 +184,8 @@ def evaluate(task: Task, model: nn.Module, samples: Samples, chunk: int = 2000) 
 def get(name: str, preset: str = "cpu") -> Task:
     """A task by its name.
 
-    >>> get("autoencoder", "paper").figure()[0]
-    'block-hf:curvature=3000'
+    >>> get("autoencoder", "paper").figure()[:2]
+    ['blockhf:batch=60000', 'paper:curvature=3000']
     """
     from blockhf_lab import physics  # which builds on this module
 

@@ -15,7 +15,7 @@ from rich.console import Console
 from torch.func import jacrev
 
 import blockhf
-from blockhf_lab import commands, files, runs
+from blockhf_lab import files, runs, tables
 from blockhf_lab.claims_page import fill
 from blockhf_lab.nist.problems import NAMES, Problem, digits, load
 
@@ -38,7 +38,7 @@ def run(names: Sequence[str] | None, out: Path | None, page: Path | None, consol
         "problems": [measure(problem, has_scipy) for problem in problems],
     }
     heads, rows = table(record)
-    console.print(commands.table(heads, rows))
+    tables.show(console, heads, rows)
     console.print(summary(record))
     if out is not None:
         files.write(out, files.to_json(record, indent=1))
