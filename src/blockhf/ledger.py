@@ -56,6 +56,7 @@ class Ledger:
         self._scopes: dict[Hashable, int] = {}
         self._known: dict[Hashable, int] = {}
         self._inside = False
+        self._num_once = 0
 
     def begin(self, scope: Hashable) -> None:
         """Start a step."""
@@ -88,14 +89,21 @@ class Ledger:
         go by it.
         """
         before, work = dict(self.totals), asdict(self.work)
+        self._num_once += 1
         try:
             yield
         finally:
+            self._num_once -= 1
             vars(self.work).update(work)
             spent = self.total - sum(before.values())
             self.totals.clear()
             self.totals.update(before)
             self.add("checks", spent)
+
+    @property
+    def is_once(self) -> bool:
+        """Whether what is done now is done once, so that no decision may go by it."""
+        return self._num_once > 0
 
     @contextlib.contextmanager
     def counting(self, kind: str, *key: Hashable) -> Iterator[None]:

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from blockhf import Auto, BlockHF, Cholesky, DoubleBackward, Formed, Traced, blocks
+from blockhf.curvature import auto
 from blockhf.curvature.formed import FormingError
 from blockhf.fx_graphs import TracingError
 from curvature_tasks import branching, data, mlp, squares, step
@@ -147,3 +148,49 @@ def test_a_loaded_state_takes_as_many_samples_where_blocks_are_formed() -> None:
     assert steps(other, resumed) == steps(optimizer, straight)
     for one, two in zip(resumed.parameters(), straight.parameters(), strict=True):
         assert torch.equal(one, two)
+
+
+def test_tracing_begins_when_products_have_paid_for_it_also_in_a_resumed_run(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(auto, "_SMALLEST", 0)
+    monkeypatch.setattr(auto, "_NODE", 40)
+
+    def steps(optimizer: BlockHF, model: nn.Module, number: int) -> list[str]:
+        notes = []
+        for _ in range(number):
+            step(optimizer, model, 8)
+            assert optimizer.report is not None
+            notes.append(optimizer.report.blocks[0].products.partition(",")[0])
+        return notes
+
+    straight = mlp(3, 60, 60, 2)
+    optimizer = BlockHF.martens(blocks.by_layer(straight), max_cg_steps=3)
+    notes = steps(optimizer, straight, 2)
+    resumed = copy.deepcopy(straight)
+    other = BlockHF.martens(blocks.by_layer(resumed), max_cg_steps=3)
+    other.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    after = steps(optimizer, straight, 8)
+    assert steps(other, resumed, 8) == after
+    assert set(notes) == {"double backward: tracing would not pay yet"}
+    assert after == sorted(after)  # "double backward" first, "traced" from some step on
+    assert after[-1] == "traced"
+    for one, two in zip(resumed.parameters(), straight.parameters(), strict=True):
+        assert torch.equal(one, two)
+
+
+@pytest.mark.usefixtures("nothing_is_too_small")
+@pytest.mark.parametrize("num_positions", [1, 200])
+def test_blocks_are_formed_where_a_pass_for_each_output_pays(num_positions: int) -> None:
+    model = mlp(3, 4, 4, 4, 2)
+
+    def objective(batch: Any) -> Any:
+        outputs = model(batch)
+        return outputs, outputs.square().mean()
+
+    optimizer = BlockHF(blocks.by_layer(model))
+    inputs = torch.randn(40, num_positions, 3, dtype=torch.float64)
+    optimizer.step(objective, inputs[:20])
+    assert optimizer.report is not None
+    formed = [block.products.startswith("formed") for block in optimizer.report.blocks]
+    assert formed == [num_positions == 1] * 4

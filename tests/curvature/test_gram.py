@@ -14,6 +14,7 @@ from torch import Tensor, nn
 import oracles
 from blockhf import Auto, DoubleBackward, EmpiricalFisher, Formed, GaussNewton, Hessian, Traced
 from blockhf.batches import take
+from blockhf.blocks import Block
 from blockhf.curvature import Curvature, Products, auto
 from blockhf.linalg import BlockOperator, Described
 from blockhf.point import Linearizer, Point
@@ -85,6 +86,7 @@ def test_so_it_does_where_blocks_are_formed_or_traced_in_parts(
     way: Callable[[], Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(auto, "_SMALLEST", 0)
+    monkeypatch.setattr(auto, "_NODE", 0)
     for options in ({}, {"micro_batch_size": 2}):
         actual = linearized(GaussNewton(), PLAIN, way(), "by layer", **options)
         assert gram_error(actual, dense(PLAIN)) < 1e-10
@@ -108,3 +110,21 @@ def test_matrices_without_halves_get_it_by_products(way: Callable[[], Any]) -> N
     ]
     for curvature, expected in curved:
         assert gram_error(linearized(curvature, PLAIN, way()), expected) < 1e-10
+
+
+def test_blocks_that_do_not_influence_all_outputs_have_products_by_a_trace_too() -> None:
+    encode, decode = nn.Linear(3, 2).double(), nn.Linear(2, 3).double()
+    inputs = torch.randn(4, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+
+    def objective(batch: Tensor) -> tuple[tuple[Tensor, ...], Tensor]:
+        code = encode(batch)
+        outputs = code.clone(), decode(code.tanh())
+        return outputs, sum((own.square().sum(1).mean() for own in outputs), torch.zeros(()))
+
+    parts = [Block(name, tuple(own.parameters())) for name, own in (("encode", encode), ("decode", decode))]
+    grams = []
+    for products in (Traced(), DoubleBackward()):
+        samples = Samples(objective, inputs, parts)
+        operator = products.linearize(GaussNewton(), samples, [10, 10], PolicyState())
+        grams.append(operator.gram([0, 1], [torch.ones(block.size).double() for block in parts]))
+    torch.testing.assert_close(*grams)

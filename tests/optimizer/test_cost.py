@@ -123,6 +123,7 @@ def test_a_step_of_the_paper_costs_a_gradient_a_linearization_and_its_products(p
             "evaluated_samples": 0,
             "gradient_batch": NUM_SAMPLES,
             "curvature_batch": 6,
+            "held_out_batch": 0,
         }
 
 

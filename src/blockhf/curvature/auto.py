@@ -6,8 +6,9 @@ a resumed run continues bit for bit.
 
 from __future__ import annotations
 
+import contextlib
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 
@@ -22,12 +23,18 @@ from blockhf.curvature.jacobian import FormingError
 from blockhf.curvature.traced import Traced
 from blockhf.fx_graphs import TracingError
 from blockhf.ledger import GRADIENT, PRODUCT
-from blockhf.linalg import BlockOperator, DenseBlocks, Described
+from blockhf.linalg import BlockOperator, DenseBlocks, Described, ForwardingOperator
 from blockhf.policy import PolicyState
 from blockhf.samples import Samples
 
 _SMALLEST = 500_000
 """Parameters times samples from which on it pays to look for another way than the double backward."""
+
+_NODE = 400_000
+"""What a node of the loss's graph costs in a product besides its operations: time for so many of them."""
+
+_MOST_SHAPES = 16
+"""Shapes of batches for which products are added up; the oldest is forgotten."""
 
 _LONGEST_GRAPH = 1000
 """Nodes of the loss's graph up to which tracing takes seconds; unrolled recurrences have more.
@@ -38,12 +45,13 @@ They are traced only where ``compile=True`` says that the run is long.
 
 @dataclass(frozen=True)
 class Auto(Products):
-    """Forms small blocks, traces the others, and falls back to the double backward.
+    """Forms small blocks, and multiplies with the others by double backward at first and by a trace later.
 
     Blocks are formed where that takes fewer multiplications than their CG steps. The multiplications of a
-    forward pass are counted once for each shape of the batch. Where the objective cannot be traced, one
-    warning says why, and products are by double backward from then on. The report has the choice and its
-    reason.
+    forward pass are counted once for each shape of the batch. Tracing takes seconds, and saves about a
+    quarter of each product from then on: it is done when the products so far would have paid for it. Where
+    the objective cannot be traced, one warning says why, and products are by double backward from then on.
+    The report has the choice and its reason.
 
     Args:
         compile: As for ``Traced``.
@@ -91,6 +99,9 @@ class Auto(Products):
         num_nodes = samples.structure.num_nodes
         if not reason and num_nodes > _LONGEST_GRAPH and not self.compile:
             reason = f"tracing a graph of {num_nodes} nodes takes long; compile=True asks for it"
+        if not reason and not self._worth_tracing(samples, num_products, state):
+            operator = self._by_double_backward(curvature, samples, "tracing would not pay yet")
+            return _Spending(operator, samples, state)
         if not reason:
             try:
                 traced = Traced(self.compile, self.memory_budget)
@@ -118,14 +129,74 @@ class Auto(Products):
         refused = "no_forming" in state.shared
         if refused or not isinstance(curvature, GaussNewton) or min(sizes) > max_size:
             return []
-        forward = samples.forward_flops() / batch_size(samples.parts[0].batch)
-        gradient = GRADIENT * forward * samples.num_samples
+        gradient = GRADIENT * _forward_flops(samples)
         num_outputs = samples.structure.num_outputs
         rows = samples.num_samples * num_outputs
-        small, saved = [], -gradient * num_outputs
+        # Jacobians take a pass for each output, whichever blocks are formed; one block must be worth it.
+        passes = gradient * num_outputs
+        small, gains = [], [0.0]
         for index, size in enumerate(sizes):
             gain = PRODUCT * gradient * num_products[index] - 2 * rows * size**2
             if size <= max_size and gain > 0:
                 small.append(index)
-                saved += gain
-        return small if saved > 0 else []
+                gains.append(gain)
+        return small if passes < max(gains) else []
+
+    def _worth_tracing(self, samples: Samples, num_products: Sequence[int], state: PolicyState) -> bool:
+        """Whether a quarter of what products cost by double backward, so far and now, pays for tracing."""
+        if self.compile:
+            return True
+        num_nodes, num_blocks = samples.structure.num_nodes, len(samples.blocks)
+        price = _NODE * (20_000 + num_nodes * (500 + 30 * num_blocks))
+        key = _shapes(samples)
+        spent = sum(state.blocks.get(block.name, {}).get("spent", {}).get(key, 0) for block in samples.blocks)
+        # Of a small block more products are asked for than are made: as many as an exact solution is worth.
+        wanted = num_blocks * min(num_products)
+        product = PRODUCT * GRADIENT * _forward_flops(samples) / 2  # from the middle of the network
+        product += _NODE * num_nodes * len(samples.parts)
+        return bool(spent + wanted * product >= 4 * price)
+
+
+class _Spending(ForwardingOperator):
+    """A matrix whose products by double backward are added up, for as long as tracing has not paid."""
+
+    def __init__(self, operator: BlockOperator, samples: Samples, state: PolicyState) -> None:
+        super().__init__(operator)
+        self._samples, self._state = samples, state
+
+    def product(self, row: int, column: int, vector: Tensor) -> Tensor:
+        with self._spending([column]):
+            return super().product(row, column, vector)
+
+    def products(self, row: int, column: int, vectors: Tensor) -> Tensor:
+        return BlockOperator.products(self, row, column, vectors)
+
+    def gram(self, columns: Sequence[int], vectors: Sequence[Tensor]) -> Tensor:
+        with self._spending(columns):
+            return super().gram(columns, vectors)
+
+    @contextlib.contextmanager
+    def _spending(self, columns: Sequence[int]) -> Iterator[None]:
+        samples, ledger = self._samples, self._samples.ledger
+        before = ledger.total
+        yield
+        if ledger.is_once:  # a resumed run does it again
+            return
+        nodes = _NODE * samples.structure.num_nodes * len(samples.parts)
+        cost = nodes + (ledger.total - before) // len(columns)
+        key = _shapes(samples)
+        for column in columns:
+            spent = self._state.of(samples.blocks[column].name).setdefault("spent", {})
+            spent[key] = spent.get(key, 0) + cost
+            if len(spent) > _MOST_SHAPES:
+                del spent[next(iter(spent))]
+
+
+def _shapes(samples: Samples) -> str:
+    """What a trace is made for, in words that another process understands."""
+    return f"{samples.parts[0].shapes} of {samples.num_samples}"
+
+
+def _forward_flops(samples: Samples) -> float:
+    """Operations of a forward pass over all samples."""
+    return samples.forward_flops() / batch_size(samples.parts[0].batch) * samples.num_samples

@@ -19,7 +19,7 @@ from torch import Tensor
 from blockhf.curvature.base import Curvature, Products, closeness, coarsest, disagreement
 from blockhf.curvature.double_backward import DoubleBackward
 from blockhf.curvature.gauss_newton import GaussNewton
-from blockhf.curvature.jacobian import FormingError, PerSampleJacobian, output_hessians
+from blockhf.curvature.jacobian import FormingError, PerSampleJacobian, SampleHessians
 from blockhf.linalg import BlockOperator, Described, Root
 from blockhf.objective import Evaluation, check_outputs
 from blockhf.policy import PolicyState
@@ -100,7 +100,7 @@ class Factored(Products):
         self, samples: Samples, part: Part, cache: dict[Any, Any]
     ) -> tuple[list[Tensor], Tensor, Tensor]:
         evaluation = samples.evaluate(part)
-        hessians = output_hessians(evaluation)
+        hessians = SampleHessians(evaluation).dense()
         num_outputs = hessians.shape[-1]
         size = num_outputs * sum(block.size for block in samples.blocks) * hessians.element_size()
         self._check_size(samples.num_samples * size)

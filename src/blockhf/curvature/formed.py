@@ -21,7 +21,7 @@ from blockhf.blocks import Block
 from blockhf.curvature.base import Curvature, Products, coarsest, disagreement
 from blockhf.curvature.double_backward import DoubleBackward
 from blockhf.curvature.gauss_newton import GaussNewton
-from blockhf.curvature.jacobian import FormingError, PerSampleJacobian, output_hessians
+from blockhf.curvature.jacobian import FormingError, PerSampleJacobian, SampleHessians
 from blockhf.linalg import BlockOperator, DenseBlocks, Described
 from blockhf.objective import check_outputs
 from blockhf.policy import PolicyState
@@ -91,20 +91,22 @@ class Formed(Products):
         if terms is not None:
             check_outputs(evaluation)  # it walks through the whole graph
             terms.eps = coarsest(evaluation.outputs)
-        hessians = output_hessians(evaluation)
-        num_outputs = hessians.shape[-1]
+        hessians = SampleHessians(evaluation)
+        num_outputs = hessians.num_outputs
         jacobian = PerSampleJacobian(samples, part, blocks, num_outputs, cache)
-        bytes_per_sample = 3 * num_outputs * sum(block.size for block in blocks) * hessians.element_size()
+        bytes_per_sample = (
+            3 * num_outputs * sum(block.size for block in blocks) * hessians.like.element_size()
+        )
         chunk = max(1, self.memory_budget // bytes_per_sample)
         with samples.ledger.counting("forming", part.shapes, tuple((b.name, b.size) for b in blocks)):
-            for start in range(0, len(hessians), chunk):
-                stop = min(start + chunk, len(hessians))
-                own = hessians[start:stop] * part.weight
+            for start in range(0, hessians.num_samples, chunk):
+                stop = min(start + chunk, hessians.num_samples)
                 for place, (total, rows) in enumerate(zip(totals, jacobian.rows(start, stop), strict=True)):
+                    curved = hessians.times(start, stop, rows.view(stop - start, num_outputs, -1))
+                    curved = curved.flatten(0, 1) * part.weight
                     if terms is not None:
-                        terms.sizes[place] += float(own.abs().amax() * rows.square().sum())
-                    curved = own @ rows.view(stop - start, num_outputs, -1)
-                    total.addmm_(rows.T, curved.flatten(0, 1))
+                        terms.sizes[place] += float(curved.norm() * rows.norm())
+                    total.addmm_(rows.T, curved)
 
     @staticmethod
     def _check(curvature: Curvature, samples: Samples, stored: Mapping[int, Tensor], terms: _Terms) -> None:

@@ -17,12 +17,16 @@ from torch.func import functional_call, grad, vmap
 from blockhf.batches import rebuild, take, tensors_of
 from blockhf.blocks import Block
 from blockhf.curvature.host import Host
+from blockhf.curvature.loss_hessian import HessianProduct, closed_forms, second_derivatives
 from blockhf.curvature.reasons import in_words
 from blockhf.curvature.rewrites import record
 from blockhf.fx_graphs import TracingError
 from blockhf.isolation import twice_differentiable
 from blockhf.objective import Evaluation
 from blockhf.samples import Part, Samples
+
+_LARGEST = 2**30
+"""Bytes that the second derivatives of the loss by the outputs may take."""
 
 
 class FormingError(Exception):
@@ -34,27 +38,67 @@ def _flat(tensor: Tensor) -> Tensor:
     return tensor.reshape(len(tensor), -1)
 
 
-def output_hessians(evaluation: Evaluation) -> Tensor:
-    """For each sample the matrix of second derivatives of the loss by the sample's outputs."""
-    outputs = evaluation.outputs
-    num_samples = evaluation.num_samples
-    if any(output.dim() == 0 or output.shape[0] != num_samples for output in outputs):
-        raise FormingError("the outputs do not have the samples first")
-    slopes = torch.autograd.grad(
-        evaluation.loss, outputs, create_graph=True, allow_unused=True, materialize_grads=True
-    )
-    flat = torch.cat([_flat(slope) for slope in slopes], dim=1)
-    columns = []
-    for index in range(flat.shape[1]):
-        seconds = (
-            torch.autograd.grad(
-                flat[:, index].sum(), outputs, retain_graph=True, allow_unused=True, materialize_grads=True
+class SampleHessians:
+    """For each sample the matrix ``H`` of second derivatives of the loss by the sample's outputs.
+
+    Where it is known in closed form it is not stored: for predictions at many positions it would be large.
+    """
+
+    def __init__(self, evaluation: Evaluation) -> None:
+        outputs, num_samples = evaluation.outputs, evaluation.num_samples
+        if any(output.dim() == 0 or output.shape[0] != num_samples for output in outputs):
+            raise FormingError("the outputs do not have the samples first")
+        self.num_samples = num_samples or 1
+        self._shapes = [output.shape[1:] for output in outputs]
+        self._widths = [shape.numel() for shape in self._shapes]
+        self.num_outputs = sum(self._widths)
+        self.like = outputs[0].detach()
+        product = second_derivatives(evaluation)
+        self._forms = None if product is None else closed_forms(outputs, product)
+        self._stored: Tensor | None = None
+        if self._forms is None:
+            self._stored = self._store(product)
+
+    def times(self, start: int, stop: int, rows: Tensor) -> Tensor:
+        """``H`` times Jacobians of the samples from ``start`` to ``stop``: samples, outputs, parameters."""
+        if self._stored is not None:
+            return self._stored[start:stop] @ rows
+        assert self._forms is not None
+        columns = rows.movedim(-1, 0)
+        pieces = zip(self._forms, torch.split(columns, self._widths, dim=2), self._shapes, strict=True)
+        curved = [
+            form.of_samples(start, stop).times(own.reshape(*own.shape[:2], *shape)).reshape(own.shape)
+            for form, own, shape in pieces
+        ]
+        return torch.cat(curved, dim=2).movedim(0, -1).to(rows.dtype)
+
+    def dense(self) -> Tensor:
+        """All of them, stored."""
+        if self._stored is None:
+            identity = torch.eye(self.num_outputs, dtype=self.like.dtype, device=self.like.device)
+            self._check_size()
+            self._stored = self.times(0, self.num_samples, identity.expand(self.num_samples, -1, -1))
+        return self._stored
+
+    def _check_size(self) -> None:
+        size = self.num_samples * self.num_outputs**2 * self.like.element_size()
+        if size > _LARGEST:
+            raise FormingError(
+                f"the second derivatives of the loss by {self.num_outputs} outputs of a sample would take "
+                f"{size / 2**20:.0f} MiB"
             )
-            if flat.requires_grad
-            else [torch.zeros_like(output) for output in outputs]
-        )
-        columns.append(torch.cat([_flat(second) for second in seconds], dim=1))
-    return torch.stack(columns, dim=-1).detach()
+
+    def _store(self, product: HessianProduct | None) -> Tensor:
+        self._check_size()
+        stored = self.like.new_zeros(self.num_samples, self.num_outputs, self.num_outputs)
+        for index in range(self.num_outputs if product is not None else 0):
+            assert product is not None
+            column = self.like.new_zeros(self.num_samples, self.num_outputs)
+            column[:, index] = 1
+            pieces = zip(torch.split(column, self._widths, dim=1), self._shapes, strict=True)
+            seconds = product([own.reshape(-1, *shape) for own, shape in pieces])
+            stored[:, :, index] = torch.cat([_flat(second) for second in seconds], dim=1)
+        return stored
 
 
 Outputs = Callable[[Sequence[Tensor], Sequence[Tensor]], Tensor]

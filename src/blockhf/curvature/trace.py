@@ -85,7 +85,7 @@ class Trace:
                     products = matrix.way_back(0, curved)
                 else:
                     products = matrix.product(0, 0, vector)
-                self._num_halves = len(tangents)
+                self._halves_like = [(half.shape, half.dtype, half.device) for half in (*tangents, *curved)]
                 return *products, *tangents, *curved, evaluation.loss.detach()
 
         try:
@@ -163,15 +163,22 @@ class Trace:
     @property
     def has_halves(self) -> bool:
         """Whether the matrix is of the form ``Jᵀ H J``."""
-        return self._num_halves > 0
+        return bool(self._halves_like)
 
     def halves(self, column: int) -> Product:
         """The function from residuals and a column's vector to ``J v`` and ``H J v``."""
         if column not in self._halves:
             first = sum(self._sizes)
-            product = self._restricted(range(first, first + 2 * self._num_halves), column)
+            product = self._restricted(range(first, first + len(self._halves_like)), column)
             self._halves[column] = self._compile(product) if self._compiles(product) else product
         return self._halves[column]
+
+    def with_zeros(self, halves: Sequence[Tensor | None]) -> list[Tensor]:
+        """Tensors of zeros where an output does not depend on the block."""
+        return [
+            torch.zeros(shape, dtype=dtype, device=device) if half is None else half
+            for half, (shape, dtype, device) in zip(halves, self._halves_like, strict=True)
+        ]
 
     def _compiles(self, product: Product) -> bool:
         if not self.compile:
@@ -289,7 +296,7 @@ class TracedPart(BlockOperator):
         function = self.trace.halves(column)
         self.ledger.add("gram", function.flops)
         with torch.no_grad():
-            results = function.results(self.residuals, self.blocks[column], vector)
+            results = self.trace.with_zeros(function.results(self.residuals, self.blocks[column], vector))
         return results[: len(results) // 2], results[len(results) // 2 :]
 
 
