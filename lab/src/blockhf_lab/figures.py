@@ -91,7 +91,12 @@ def scale_errors(axes: Axes, errors: Sequence[float]) -> None:
     finite = [error for error in errors if math.isfinite(error) and error > 0] or [1.0]
     low, high = 0.93 * min(finite), 1.07 * max(finite)
     axes.set(yscale="log", ylim=(low, high), ylabel="test error")
-    axes.set_yticks(_places(low, high, (1, 1.2, 1.5, 2, 3, 5, 7)))
+    plain_ticks(axes, (1, 1.2, 1.5, 2, 3, 5, 7))
+
+
+def plain_ticks(axes: Axes, digits: Sequence[float] = (1, 2, 5)) -> None:
+    """Plain numbers along a logarithmic vertical axis."""
+    axes.set_yticks(_places(*axes.get_ylim(), digits))
     axes.yaxis.set_major_formatter(FuncFormatter(_plain))
     axes.yaxis.set_minor_formatter(NullFormatter())
 

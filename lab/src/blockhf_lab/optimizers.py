@@ -280,8 +280,15 @@ class Spec:
             rest["curvature_batch_size"] = self.options["curvature"]
         if "without" in self.options:
             rest |= WITHOUT[self.options["without"]]()
-        partition = PARTITIONS[self.options["blocks"]] if "blocks" in self.options else make_blocks
-        return BlockHF(partition(model), **{key: _policy(value) for key, value in rest.items()})
+        partition = blocks.single if self.name == "hf" else make_blocks
+        if "blocks" in self.options:
+            partition = PARTITIONS[self.options["blocks"]]
+        options = {key: _policy(value) for key, value in rest.items()}
+        if self.name == "blockhf":
+            return BlockHF(partition(model), **options)
+        if self.name == "least-squares":
+            return BlockHF.least_squares(partition(model), **options)
+        return BlockHF.paper(partition(model), **options)
 
     def _why(self, error: Exception) -> str:
         """The reason in words; Python's own for values of a wrong kind say nothing of the options."""

@@ -229,12 +229,13 @@ def curves(arena: Arena) -> Figure:
         for target in arena.targets.get(name, ()):
             panel.axhline(target, color="#d9d9d9", linewidth=0.8, zorder=0)
         panel.set(xscale="log", yscale="log", title=name)
-        panel.yaxis.set_minor_formatter(NullFormatter())
+        figures.plain_ticks(panel)
         panel.tick_params(labelsize=7)
         _tidy(panel)
-    for panel in panels[len(names) :]:
-        panel.set_visible(False)
-    figure.supxlabel("CPU seconds", fontsize=9)
+    for place, panel in enumerate(panels):
+        panel.set_visible(place < len(names))
+        if place + columns >= len(names):
+            panel.set_xlabel("CPU seconds", fontsize=8)
     figure.legend(list(labels.values()), list(labels), loc="outside lower center", ncols=8, frameon=False)
     return figure
 
