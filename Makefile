@@ -6,7 +6,7 @@ DEV := $(VENV)/.installed-dev
 DEMO := $(VENV)/.installed-demo
 DOCS := $(VENV)/.installed-docs
 
-.PHONY: demo compare data test test-all test-integrations fuzz lint format docs bench clean
+.PHONY: demo compare data test test-all test-integrations test-versions fuzz lint format docs bench clean
 
 demo: $(DEMO)
 	$(BIN)/blockhf demo
@@ -34,6 +34,13 @@ TRAINERS := .venv-integrations
 
 test-integrations: $(TRAINERS)/.installed
 	OMP_NUM_THREADS=1 $(TRAINERS)/bin/pytest -m "slow or not slow" tests/integrations
+
+# The core tests on the lowest, a middle and the newest torch, on several Pythons. Each torch is a download of several GB,
+# which is deleted after use. PAIRS="2.6.0/3.11 newest/3.13" takes some of them.
+test-versions: $(DEMO)
+	$(BIN)/python -m pip install --quiet uv
+	OMP_NUM_THREADS=1 $(BIN)/python -m blockhf_lab.versions run --uv $(BIN)/uv $(if $(PAIRS),--pairs $(PAIRS))
+	$(BIN)/python -m blockhf_lab.versions page
 
 # Random cases and interrupted steps, for FUZZ_SECONDS each; the records go on where they stopped.
 FUZZ_SECONDS ?= 600

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.utils import flop_counter
 
 import blockhf
-from blockhf import Auto, BlockHF, Traced, _torch, blocks
+from blockhf import Auto, BlockHF, Kronecker, Traced, _torch, blocks
 from blockhf.curvature import auto
 from blockhf.flops import flops_of, flops_of_graph
 from blockhf.fx_graphs import TracingError
@@ -121,9 +121,23 @@ def test_there_are_diagonals_and_no_kronecker_factors(
     assert len(find_uses([model(make_batch()[0])], model.parameters())) == 2
     take_away(monkeypatch)
     assert find_uses([model(make_batch()[0])], model.parameters()) == {}
+    monkeypatch.setattr(auto.Auto, "_worth_forming", staticmethod(lambda *_: []))
     optimizer = BlockHF(blocks.by_layer(model))
-    first, *_, last = [step(optimizer, model).loss for _ in range(4)]
+    with pytest.warns(UserWarning, match="No Kronecker factors were found for 2 matrices") as warned:
+        first, *_, last = [step(optimizer, model).loss for _ in range(4)]
     assert last < first
+    assert len(warned) == 1
+
+
+def test_matrices_that_are_multiplied_with_nothing_are_no_reason_to_warn() -> None:
+    scales = nn.Parameter(torch.ones(32, 3, dtype=torch.float64))
+    inputs, _ = make_batch()
+
+    def objective() -> tuple[Tensor, Tensor]:
+        outputs = scales * inputs
+        return outputs, (outputs - 1).square().mean()
+
+    BlockHF.martens([scales], preconditioner=Kronecker()).step(objective)
 
 
 def test_torchs_own_counter_counts(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -177,6 +177,17 @@ def own_buffers(module: nn.Module) -> dict[str, Tensor | None]:
     return module._buffers
 
 
+def forget_hooks(*functions: Callable[..., Any]) -> None:
+    """Take hooks of all modules away whose handles an interrupt kept from being known.
+
+    Without the private tables they stay, and do nothing.
+    """
+    for name in ("_global_forward_pre_hooks", "_global_forward_hooks"):
+        table: dict[int, Any] = getattr(torch.nn.modules.module, name, {})
+        for key in [key for key, hook in table.items() if hook in functions]:
+            del table[key]
+
+
 def is_functorch_wrapper(tensor: Tensor) -> bool:
     """Whether ``vmap`` and its like made the tensor, which ends with them.
 

@@ -13,7 +13,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.utils.hooks import RemovableHandle
 
-from blockhf._torch import is_functorch_wrapper, own_buffers, random_state, set_random_state
+from blockhf._torch import forget_hooks, is_functorch_wrapper, own_buffers, random_state, set_random_state
 from blockhf.blocks import Block
 
 
@@ -84,6 +84,7 @@ class IsolatedBuffers(contextlib.AbstractContextManager["IsolatedBuffers"]):
         """Put the buffers back; it may be done again where it was interrupted."""
         if self._hook is not None:
             self._hook.remove()
+        forget_hooks(self._called)
         for (module, name), (original, stand_in) in self._swapped.items():
             # A module may have put a new tensor in place instead of writing into the old one.
             now = own_buffers(module).get(name)
@@ -180,15 +181,14 @@ def _recurrent_layers_without_cudnn() -> Iterator[None]:
         if isinstance(module, nn.RNNBase) and threading.get_ident() == thread:
             switched.close()
 
-    hooks = [
-        register_module_forward_pre_hook(begin),
-        register_module_forward_hook(end, always_call=True),
-    ]
+    hooks = contextlib.ExitStack()
     try:
+        hooks.enter_context(register_module_forward_pre_hook(begin))
+        hooks.enter_context(register_module_forward_hook(end, always_call=True))
         yield
     finally:
-        for hook in hooks:
-            hook.remove()
+        hooks.close()
+        forget_hooks(begin, end)
         switched.close()
 
 

@@ -1,8 +1,8 @@
 """The core tests on other versions of torch and Python, each in an environment of its own.
 
-``python -m blockhf_lab.versions run`` makes the environments one after the other with uv, and deletes each after use:
-torch's Linux wheels bring several GB of CUDA along. ``here`` runs the tests in the environment that calls it.
-Both write a record for each pair of versions; ``page`` makes docs/versions.md of them.
+``python -m blockhf_lab.versions run`` makes the environments one after the other with uv, and deletes each
+after use: torch's Linux wheels bring several GB of CUDA along. ``here`` runs the tests in the environment
+that calls it. Both write a record for each pair of versions; ``page`` makes docs/versions.md of them.
 """
 
 from __future__ import annotations
@@ -71,7 +71,9 @@ def losses(num_steps: int = 5) -> list[float]:
     generator = torch.Generator().manual_seed(0)
     inputs = torch.randn(512, 4, generator=generator, dtype=torch.float64)
     targets = inputs.prod(1, keepdim=True).tanh()
-    model = nn.Sequential(nn.Linear(4, 24), nn.Tanh(), nn.Linear(24, 24), nn.Tanh(), nn.Linear(24, 1)).double()
+    model = nn.Sequential(
+        nn.Linear(4, 24), nn.Tanh(), nn.Linear(24, 24), nn.Tanh(), nn.Linear(24, 1)
+    ).double()
     with torch.no_grad():
         for param in model.parameters():
             param.copy_(torch.randn(param.shape, generator=generator, dtype=torch.float64) / 4)
@@ -92,7 +94,14 @@ def here(tests: Sequence[str] = CORE) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         results = Path(folder) / "results.xml"
         command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "not slow"]
-        command += ["--override-ini", "addopts=--strict-markers", f"--junitxml={results}", *tests]
+        command += [
+            "-c",
+            "pyproject.toml",
+            "--override-ini",
+            "addopts=--strict-markers",
+            f"--junitxml={results}",
+            *tests,
+        ]
         subprocess.run(command, cwd=ROOT, check=False)
         counted = _counts(results)
     return {
@@ -115,6 +124,8 @@ def _counts(results: Path) -> dict[str, Any]:
     if not results.exists():
         raise ValueError("pytest wrote no results: see what it printed above.")
     cases = list(xml.etree.ElementTree.parse(results).iter("testcase"))
+    if not cases:
+        raise ValueError("pytest ran no test: see what it printed above.")
     failed = [case for case in cases if case.find("failure") is not None or case.find("error") is not None]
     skipped = [skip.get("message", "") for case in cases for skip in case.iter("skipped")]
     return {
@@ -175,8 +186,8 @@ def page(folder: Path) -> str:
     text = [
         "# Versions",
         "",
-        "`make test-versions` runs the core tests of the library on several versions of torch and Python, each in a "
-        "new environment, and makes this page from its records in `results/versions/`.",
+        "`make test-versions` runs the core tests of the library on several versions of torch and Python, "
+        "each in a new environment, and makes this page from its records in `results/versions/`.",
         "",
         "| torch | Python | passed | failed | skipped | loss after four steps | CPU time |",
         "|---|---|---|---|---|---|---|",
@@ -186,9 +197,10 @@ def page(folder: Path) -> str:
         *_listed("Skipped", [(reason, record) for record in found for reason in record["skipped"]]),
         *_listed("Failed", [(name, record) for record in found for name in record["failed"]]),
         "",
-        "What differs between versions of torch is in one file, `src/blockhf/_torch.py`. Where torch lacks a private "
-        "name, the library does without: products by double backward instead of traced ones, uncompiled instead of "
-        "compiled ones, diagonals instead of Kronecker factors. Tests take each name away and look.",
+        "What differs between versions of torch is in one file, `src/blockhf/_torch.py`. Where torch lacks a "
+        "private name, the library does without: products by double backward instead of traced ones, "
+        "uncompiled instead of compiled ones, diagonals instead of Kronecker factors. Tests take each name "
+        "away and look.",
         "",
     ]
     return "\n".join(text)

@@ -11,6 +11,7 @@ not multiplied with anything get a diagonal.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -122,6 +123,8 @@ class Kronecker(Preconditioner):
                         evaluation.outputs, [param for block in blocks for param in block.params]
                     )
                     groups = _grouped(uses, blocks)
+                    if not uses and samples.ledger.known("forward", part.shapes):
+                        _warn_of_none(blocks, state)
                     draw = curvature.draw(evaluation, Noise(self.seed + num_steps, part.place))
                     self._backward(evaluation, part, draw, groups, uses, totals)
         totals.add_up(samples.ranks)
@@ -163,6 +166,20 @@ class Kronecker(Preconditioner):
             for group, gradient in zip(rest, gradients[len(factored) :], strict=True):
                 square = torch.zeros_like(group.weight) if gradient is None else gradient.square()
                 totals.add_diagonal(group.key, square.reshape(-1))
+
+
+def _warn_of_none(blocks: Sequence[Block], state: PolicyState) -> None:
+    """Say once that a model multiplies matrices, of which none was found in autograd's graph."""
+    matrices = [param for block in blocks for param in block.params if param.dim() > 1]
+    if matrices and not state.cache.get("warned"):
+        state.cache["warned"] = True
+        warnings.warn(
+            f"No Kronecker factors were found for {len(matrices)} matrices of the model, so a diagonal takes "
+            "their place. Either this version of torch names the nodes of autograd's graph in a new way "
+            f"({torch.__version__}; docs/versions.md has those that were tested), or the model multiplies "
+            "matrices in none of the ways that are known: then preconditioner=Diagonal() says so.",
+            stacklevel=2,
+        )
 
 
 def _finite(sums: dict[tuple[str, str], dict[str, Tensor]]) -> dict[tuple[str, str], dict[str, Tensor]]:
