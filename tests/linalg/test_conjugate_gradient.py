@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import importlib
 import itertools
 import math
 from collections.abc import Callable
@@ -430,3 +431,21 @@ def test_the_model_falls_at_every_step(preconditioned: bool) -> None:
     M = Dense(spd(50, seed=4, condition=3)) if preconditioned else None
     models = [conjugate_gradient(Dense(A), b, preconditioner=M, max_steps=n).model for n in range(41)]
     assert all(later < earlier for earlier, later in itertools.pairwise(models))
+
+
+@pytest.mark.parametrize(
+    ("device", "check_every", "first", "expected"),
+    [
+        ("cpu", None, 100, list(range(50))),
+        ("cpu", 20, 100, [0, 20, 40]),
+        ("cuda", None, 10, [10, 20, 40]),
+        ("cuda", None, 100, []),
+        ("cuda", 20, 100, [0, 20, 40]),
+    ],
+)
+def test_the_host_rarely_looks_at_a_device(
+    device: str, check_every: int | None, first: int, expected: list[int]
+) -> None:
+    module = importlib.import_module("blockhf.linalg.conjugate_gradient")  # a function has the same name
+    looks = module._Looks(torch.device(device), check_every, first=first)
+    assert [step for step in range(50) if looks.after(step)] == expected

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from blockhf.linalg import factorizable
 from blockhf.objective import Evaluation
+from blockhf.scalars import read
 
 HessianProduct = Callable[[Sequence[Tensor]], Sequence[Tensor]]
 """From tensors like the outputs to ``H`` times them."""
@@ -142,7 +143,7 @@ def separate_positions(output: Tensor, product: HessianProduct) -> int | None:
         lines = output.select(dim, 0)
         some = (_probe(lines) > 0).to(output).unsqueeze(dim)
         (image,) = product([_probe(output) * some])
-        if _agree(image * some, image):
+        if _agree((image * some, image)):
             return dim - output.dim() if dim > 0 else dim
     return None
 
@@ -151,8 +152,6 @@ def _softmax(output: Tensor, probe: Tensor, image: Tensor) -> Softmax | None:
     eps = torch.finfo(output.dtype).eps
     numbers, probe, image = (factorizable(own) for own in (output, probe, image))
     for dim in dict.fromkeys((-1, 1 - output.dim())) if output.dim() else ():
-        if not _agree(image, image - image.mean(dim, keepdim=True), eps):  # H times ones is zero
-            continue
         probabilities = torch.softmax(numbers, dim)
         plain = Softmax(probabilities, torch.ones_like(probabilities.select(dim, 0).unsqueeze(dim)), dim)
         curved = plain.times(probe)
@@ -162,19 +161,24 @@ def _softmax(output: Tensor, probe: Tensor, image: Tensor) -> Softmax | None:
         sure = square < eps * square.max()
         weights = torch.minimum(weights.clamp_min(0), torch.where(sure, 0.0, weights).max())
         form = Softmax(probabilities, weights, dim)
-        if _agree(form.times(probe), image, eps):
+        sums = image - image.mean(dim, keepdim=True)  # H times ones is zero
+        if _agree((image, sums, eps), (form.times(probe), image, eps)):
             return form
     return None
 
 
 def _diagonal(diagonal: Tensor, probe: Tensor, image: Tensor) -> Diagonal | None:
-    return Diagonal(diagonal) if _agree(diagonal * probe, image) else None
+    return Diagonal(diagonal) if _agree((diagonal * probe, image)) else None
 
 
-def _agree(one: Tensor, other: Tensor, eps: float = 0.0) -> bool:
-    """Whether two products that should be equal are, but for rounding."""
-    bound = max(eps, torch.finfo(other.dtype).eps) ** 0.5 * torch.linalg.vector_norm(other)
-    return bool(torch.linalg.vector_norm(one - other) <= bound)
+def _agree(*pairs: tuple[Tensor, Tensor] | tuple[Tensor, Tensor, float]) -> bool:
+    """Whether products that should be equal are, but for rounding, by one wait for the device."""
+    norm = torch.linalg.vector_norm
+    numbers = read([own for one, other, *_ in pairs for own in (norm(one - other), norm(other))])
+    return all(
+        apart <= max([*eps, torch.finfo(other.dtype).eps]) ** 0.5 * size
+        for (_, other, *eps), (apart,), (size,) in zip(pairs, numbers[::2], numbers[1::2], strict=True)
+    )
 
 
 def _probe(like: Tensor, before: int = 0) -> Tensor:

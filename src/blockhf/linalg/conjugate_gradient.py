@@ -124,8 +124,8 @@ def conjugate_gradient(
             :math:`k = \max(10, i / 10)`. Zero switches it off.
         max_steps: The most iterations to make.
         check_every: Look every so many iterations whether it is over. By default at each one on the CPU. A
-            device has to be waited for: there it is after 10, 20, 40, … iterations, and never where nothing
-            but rounding can end them early (``rtol`` and ``progress`` are zero).
+            device has to be waited for: there it is after 100, 200, 400, … iterations, with ``progress``
+            after 10, 20, 40, …, and never where only rounding can end them early (both rules are off).
 
     Returns:
         The solution. A matrix that is not positive definite, or not finite, is no error: it is the status
@@ -160,7 +160,7 @@ def begin_conjugate_gradient(
     check_every: int | None = None,
 ) -> PendingSolution:
     """The same without waiting for the numbers of the solution."""
-    looks = _Looks(b.device, check_every, ends_early=rtol > 0 or progress > 0)
+    looks = _Looks(b.device, check_every, first=10 if progress > 0 else 100 if rtol > 0 else max_steps)
     r, num_products = (b.clone(), 0) if x is None else (b - A @ x, 1)
     x = torch.zeros_like(b) if x is None else x.clone()
     z = r if preconditioner is None else preconditioner @ r
@@ -194,15 +194,15 @@ def begin_conjugate_gradient(
 class _Looks:
     """After which iterations the host looks whether it is over."""
 
-    def __init__(self, device: torch.device, every: int | None, *, ends_early: bool) -> None:
+    def __init__(self, device: torch.device, every: int | None, *, first: int) -> None:
         self.every = 1 if every is None and device.type == "cpu" else every
-        self.always, self._ends_early = self.every == 1, ends_early
+        self.always, self._first = self.every == 1, first
 
     def after(self, num_steps: int) -> bool:
         if self.every is not None:
             return num_steps % self.every == 0
-        tens, rest = divmod(num_steps, 10)
-        return self._ends_early and tens > 0 and rest == 0 and tens & (tens - 1) == 0
+        times, rest = divmod(num_steps, self._first)
+        return times > 0 and rest == 0 and times & (times - 1) == 0  # a power of two
 
 
 class _Log:
