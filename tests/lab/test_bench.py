@@ -178,6 +178,21 @@ def test_candidates_take_turns_and_the_best_turn_counts(monkeypatch: pytest.Monk
     assert order == ["a", "b"] * 3
 
 
+def test_a_turn_ends_when_the_device_is_done(monkeypatch: pytest.MonkeyPatch) -> None:
+    now, pending = 0.0, []
+
+    class Device:
+        @staticmethod
+        def synchronize() -> None:
+            nonlocal now
+            now += sum(pending)
+            pending.clear()
+
+    monkeypatch.setattr(bench.time, "perf_counter", lambda: now)
+    monkeypatch.setattr(torch, "get_device_module", lambda _: Device)
+    assert bench.best({"a": lambda: pending.append(2.0)}, 2, "cuda") == {"a": 2.0}
+
+
 @pytest.mark.skipif(not os.access("/proc/self/clear_refs", os.W_OK), reason="needs Linux's memory counters")
 def test_the_peak_is_that_of_the_call() -> None:
     def rise(mebibytes: int) -> None:
@@ -290,6 +305,7 @@ def test_errors_of_use_are_told(
         (("products", "--networks", "mlp"), "There is no network 'mlp'"),
         (("step", "--networks", "transformer"), "This benchmark is for the networks autoencoder, lstm, res"),
         (("memory", "--repetitions", "0"), "repetitions is 0"),
+        (("products", "--device", "hpu:7"), "There is no device 'hpu:7' here"),
         (("step", "--json", str(tmp_path / "file" / "x.json")), ""),
     ):
         monkeypatch.setattr(sys, "argv", ["blockhf", "bench", *args])

@@ -92,6 +92,7 @@ class Options:
             residual network too. Either takes minutes.
         profile: Say where the time of a CG iteration goes.
         seed: Of weights, samples and vectors.
+        device: Where products are measured.
     """
 
     networks: tuple[str, ...] = ()
@@ -102,8 +103,13 @@ class Options:
     everything: bool = False
     profile: bool = False
     seed: int = 0
+    device: str = "cpu"
 
     def __post_init__(self) -> None:
+        try:
+            torch.zeros(1, device=self.device).tolist()
+        except (RuntimeError, AssertionError, ImportError) as error:
+            raise ValueError(f"There is no device {self.device!r} here: {_first_line(error)}.") from error
         for name in self.networks:
             if name not in SAMPLES:
                 raise ValueError(f"There is no network {name!r}. There are {', '.join(SAMPLES)}.")
@@ -203,10 +209,11 @@ def _token_loss(logits: Tensor, targets: Tensor) -> Tensor:
 # Time and memory
 
 
-def best(candidates: dict[str, Callable[[], Any]], repetitions: int) -> dict[str, float]:
+def best(candidates: dict[str, Callable[[], Any]], repetitions: int, device: str = "cpu") -> dict[str, float]:
     """The least seconds of each candidate, all of them run in turns. They should have run before.
 
-    A candidate that is quick runs several times in its turn, and their mean is what the turn counts for.
+    A candidate that is quick runs several times in its turn, and their mean is what the turn counts for. A
+    turn ends when the device is done.
     """
     seconds = dict.fromkeys(candidates, math.inf)
     calls = dict.fromkeys(candidates, 1)
@@ -217,10 +224,16 @@ def best(candidates: dict[str, Callable[[], Any]], repetitions: int) -> dict[str
                 start = time.perf_counter()
                 for _ in range(calls[name]):
                     run()
+                _wait_for(device)
                 seconds[name] = min(seconds[name], (time.perf_counter() - start) / calls[name])
                 if repetition == 0:
                     calls[name] = max(1, math.ceil(_TURN / seconds[name]))
     return seconds
+
+
+def _wait_for(device: str) -> None:
+    if torch.device(device).type != "cpu":
+        torch.get_device_module(device).synchronize()
 
 
 @contextmanager
@@ -234,17 +247,17 @@ def _uninterrupted() -> Iterator[None]:
         gc.enable()
 
 
-def peak_mib(run: Callable[[], Any]) -> float | None:
+def peak_mib(run: Callable[[], Any], device: str = "cpu") -> float | None:
     """By how much the process' memory rises at most in a call, or ``None`` where the machine does not tell.
 
-    What ``run`` returns is kept until its end.
+    What ``run`` returns is kept until its end. On a device it is the memory of the device.
     """
-    if not os.access("/proc/self/clear_refs", os.W_OK):
+    if torch.device(device).type == "cpu" and not os.access("/proc/self/clear_refs", os.W_OK):
         return None
     gc.collect()
     with suppress(OSError, AttributeError):  # gives back what the allocator has put by, or it goes uncounted
         ctypes.CDLL(None).malloc_trim(0)
-    watch = Stopwatch(torch.device("cpu"), memory=True)
+    watch = Stopwatch(torch.device(device), memory=True)
     with watch.phase("before"):
         pass
     with watch.phase("run"):
@@ -296,6 +309,7 @@ def products(case: Network, options: Options) -> list[Row]:
     """The cost of a Gauss-Newton product, one block, by each way."""
     generator = torch.Generator().manual_seed(options.seed)
     vector = torch.randn(sum(param.numel() for param in case.params), generator=generator)
+    vector = vector.to(options.device)
     case.gradient()
     rows: dict[str, Row] = {}
     candidates: dict[str, _Candidate] = {}
@@ -304,7 +318,7 @@ def products(case: Network, options: Options) -> list[Row]:
         try:
             with warnings.catch_warnings(record=True) as caught:
                 warnings.simplefilter("always")
-                candidate, result = _prepare(make(), vector, expected)
+                candidate, result = _prepare(make(), vector, expected, options.device)
             for warning in caught:  # the peers' own are of no interest here
                 if str(warning.message).startswith("Compiling failed"):
                     raise UnavailableError(str(warning.message))
@@ -332,7 +346,7 @@ def products(case: Network, options: Options) -> list[Row]:
         if candidate.way.gradient is not None:
             candidate.way.gradient()
             timed[f"{name}: gradient"] = candidate.way.gradient
-    seconds = best(timed, options.repetitions)
+    seconds = best(timed, options.repetitions, options.device)
     unit = seconds["gradient"]
     for name, candidate in candidates.items():
         own = seconds.get(f"{name}: gradient")
@@ -347,23 +361,23 @@ def products(case: Network, options: Options) -> list[Row]:
             difference=candidate.difference,
             note="" if own is None else f"its own gradient costs {own / unit:.2f}",
         )
-    gradient = Row(
-        case.name, "gradient", product=1.0, seconds=unit, peak_mib=peak_mib(case.gradient), note="the unit"
-    )
+    peak = peak_mib(case.gradient, options.device)
+    gradient = Row(case.name, "gradient", product=1.0, seconds=unit, peak_mib=peak, note="the unit")
     result_rows = [gradient, *rows.values()]
     if case.is_long:
         result_rows.append(_formed(case, vector, rows["double backward"], options))
     return result_rows
 
 
-def _prepare(way: Way, vector: Tensor, expected: Tensor | None) -> tuple[_Candidate, Tensor]:
+def _prepare(way: Way, vector: Tensor, expected: Tensor | None, device: str) -> tuple[_Candidate, Tensor]:
     """Warm a way up and see whether its product is right, and what memory it takes."""
     own = way.enter(vector)
     start = time.perf_counter()
     result = way.leave(way.linearize()(own))
+    _wait_for(device)
     first_seconds = time.perf_counter() - start
     difference = 0.0 if expected is None else _difference(result, expected)
-    peak = peak_mib(partial(_once, way.linearize, own))
+    peak = peak_mib(partial(_once, way.linearize, own), device)
     return _Candidate(way, way.linearize(), own, difference, first_seconds, peak), result
 
 
@@ -380,12 +394,13 @@ def _formed(case: Network, vector: Tensor, reference: Row, options: Options) -> 
     """The cost of the paper's blocks, formed: once a step, and then next to nothing."""
     expected = peers.ours("", case, DoubleBackward(), case.groups).linearize()(vector)
     way = peers.ours("formed", case, Formed(), case.groups)
-    candidate, _ = _prepare(way, vector, expected)
+    candidate, _ = _prepare(way, vector, expected, options.device)
     if not candidate.difference <= TOLERANCE:
         return Row(case.name, "formed", note=f"wrong: it differs by {candidate.difference:.1e}")
     seconds = best(
         {"gradient": case.gradient, "form": way.linearize, "product": candidate.product},
         options.repetitions,
+        options.device,
     )
     sizes = ", ".join(str(sum(param.numel() for _, param in group["params"])) for group in case.groups)
     note = f"blocks of {sizes} parameters"
@@ -614,6 +629,7 @@ def memory(case: Network, options: Options) -> list[MemoryRow]:
     quarter = max(1, samples // 4)
     generator = torch.Generator().manual_seed(options.seed)
     vector = torch.randn(sum(param.numel() for param in case.params), generator=generator)
+    vector = vector.to(options.device)
     case.gradient()
     expected: Tensor | None = None
     measured = []
@@ -733,7 +749,8 @@ def run(what: str, options: Options, out: Path | None, console: Console) -> bool
         for name in chosen:
             samples = options.samples or SAMPLES[name]
             if what == "products":
-                rows: Sequence[Any] = products(network(name, samples, options.seed), options)
+                case = network(name, samples, options.seed).to(options.device)
+                rows: Sequence[Any] = products(case, options)
                 console.print(_products_table(name, samples, rows))
             elif what == "step":
                 rows = steps(name, options) if name in _STEPS else lstm_steps(options)
@@ -771,9 +788,16 @@ def _header(what: str, options: Options) -> dict[str, Any]:
         "repetitions": options.repetitions,
         "cores": os.cpu_count(),
         "threads": torch.get_num_threads(),
+        "device": _device_name(options.device),
         "python": platform.python_version(),
         "versions": versions,
     }
+
+
+def _device_name(device: str) -> str:
+    """What the device calls itself, where it does."""
+    kind = torch.device(device).type
+    return f"{device} ({torch.cuda.get_device_name(device)})" if kind == "cuda" else device
 
 
 _LEGEND = {
@@ -793,8 +817,8 @@ _LEGEND = {
 def _introduction(content: dict[str, Any]) -> str:
     versions = ", ".join(f"{name} {version}" for name, version in content["versions"].items())
     return (
-        f"{versions}; {content['cores']} cores, {content['threads']} threads, float32, seed "
-        f"{content['seed']}; the best of {content['repetitions']} turns\n{_LEGEND[content['benchmark']]}"
+        f"{versions}; {content['cores']} cores, {content['threads']} threads, {content['device']}, float32, "
+        f"seed {content['seed']}; the best of {content['repetitions']} turns\n{_LEGEND[content['benchmark']]}"
     )
 
 

@@ -605,6 +605,7 @@ def _bench() -> "typer.Typer":
         compile: Annotated[bool, typer.Option("--compile", help="Compiled products too: minutes.")] = False,
         everything: Annotated[bool, typer.Option("--all", help="Trace the LSTM too: minutes.")] = False,
         profile: Annotated[bool, typer.Option("--profile", help="And where CG's time goes.")] = False,
+        device: Annotated[str, typer.Option(help="Where to measure, e.g. cuda.")] = "cpu",
     ) -> None:
         """A Gauss-Newton product, in gradients, by this library and by those that are installed."""
         measure(
@@ -618,6 +619,7 @@ def _bench() -> "typer.Typer":
             compile=compile,
             everything=everything,
             profile=profile,
+            device=device,
         )
 
     @bench.command()

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -53,6 +53,12 @@ class Network:
     @property
     def params(self) -> list[nn.Parameter]:
         return list(self.model.parameters())
+
+    def to(self, device: str) -> Network:
+        """The same on a device; the model's parameters move and stay who they are."""
+        self.model.to(device)
+        inputs, targets = self.batch
+        return replace(self, batch=(inputs.to(device), targets.to(device)))
 
     def objective(self, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
         outputs = self.model(batch[0])
