@@ -62,7 +62,7 @@ class Linearized:
             for row in range(len(self.blocks)):
                 products = torch.stack([self.matrix.product(row, column, probe) for probe in probes])
                 expected = probes.double() @ dense[owned[row]][:, owned[column]].T
-                difference = (products - expected).norm()
+                difference = (products - expected).norm().detach()
                 errors.append(float(difference and difference / expected.norm()))
         return max(errors)
 
