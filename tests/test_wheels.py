@@ -17,14 +17,15 @@ import blockhf
 import blockhf_lab
 from blockhf_lab.data import SHA256
 from children import PATIENCE, starts_processes
+from readme import first_program
 
 ROOT = Path(__file__).parents[1]
 
 pytestmark = starts_processes
 
 
-def built(project: Path, folder: Path) -> dict[str, str]:
-    """The files in a project's wheel, with the text of its metadata.
+def wheel_of(project: Path, folder: Path) -> Path:
+    """The wheel of a project.
 
     Setuptools alone builds it, so nothing is downloaded. It writes beside the sources, so these are copied.
     """
@@ -39,7 +40,12 @@ def built(project: Path, folder: Path) -> dict[str, str]:
     )
     assert done.returncode == 0, done.stderr
     (wheel,) = folder.glob("*.whl")
-    with zipfile.ZipFile(wheel) as archive:
+    return wheel
+
+
+def built(project: Path, folder: Path) -> dict[str, str]:
+    """The files in a project's wheel, with the text of its metadata."""
+    with zipfile.ZipFile(wheel_of(project, folder)) as archive:
         return {
             name: archive.read(name).decode() if ".dist-info/" in name else "" for name in archive.namelist()
         }
@@ -146,14 +152,6 @@ def test_pages_outside_of_the_metadata_agree_with_it() -> None:
     assert f"Programming Language :: Python :: {least}" in project["classifiers"]
 
 
-def test_every_link_of_the_readme_works_on_a_package_index() -> None:
-    """There the files beside it are not there: all links are addresses."""
-    text = (ROOT / "README.md").read_text()
-    links = [*re.findall(r"\]\(([^)]+)\)", text), *re.findall(r"(?:src|href)=\"([^\"]+)\"", text)]
-    assert links
-    assert [link for link in links if not link.startswith(("https://", "#"))] == []
-
-
 def test_links_of_the_readme_lead_to_files_that_are_there() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     repository = project["urls"]["Repository"]
@@ -167,3 +165,36 @@ def test_links_of_the_readme_lead_to_files_that_are_there() -> None:
     ]
     assert files
     assert [name for name in files if not (ROOT / name).exists()] == []
+
+
+@pytest.mark.slow
+def test_the_readmes_program_runs_unchanged_with_the_wheel_alone(tmp_path: Path) -> None:
+    """In a new environment, with what the wheel asks for and nothing else: not even numpy."""
+
+    def run(*command: str | Path) -> str:
+        done = subprocess.run(
+            list(map(str, command)),
+            cwd=tmp_path,
+            capture_output=True,
+            text=True,
+            timeout=PATIENCE,
+            check=False,
+        )
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    (tmp_path / "wheel").mkdir()
+    wheel = wheel_of(ROOT, tmp_path / "wheel")
+    program = tmp_path / "program.py"
+    program.write_text(first_program(ROOT / "README.md"))
+    run(sys.executable, "-m", "venv", tmp_path / "alone")
+    python = tmp_path / "alone" / "bin" / "python"
+    run(python, "-m", "pip", "install", "--quiet", "-c", ROOT / "constraints.txt", wheel)
+    there = run(python, "-m", "pip", "list", "--format=freeze")
+    assert "blockhf==" in there
+    assert not re.search("^(blockhf[-_]lab|numpy)==", there, re.MULTILINE)
+    assert run(tmp_path / "alone" / "bin" / "blockhf", "--version") == f"blockhf {blockhf.__version__}\n"
+    printed = run(python, program).splitlines()
+    assert printed[0].startswith("step 1: loss ")
+    losses = [float(line.split()[3].rstrip(",;")) for line in printed if line.startswith("step ")]
+    assert losses[-1] < 0.1 * losses[0]
