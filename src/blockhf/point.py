@@ -131,13 +131,18 @@ class Point:
 
     def outputs_at(self, update: Sequence[Tensor]) -> list[list[Tensor]]:
         """The outputs there, of each part of the samples of this process."""
-        found = self._evaluations_at(update, tells_outputs=True)
+        structure = self.samples.structure
+        if not structure.hides_outputs:
+            found = self._evaluations_at(update)
+            if all(len(each.outputs) == structure.num_tensors for each in found):
+                return [list(each.outputs) for each in found]
+            structure.hides_outputs = True
+        found = self._evaluations_at(update, with_graph=True)
         return [list(each.outputs) for each in found]
 
-    def _evaluations_at(self, update: Sequence[Tensor], *, tells_outputs: bool = False) -> list[Evaluation]:
+    def _evaluations_at(self, update: Sequence[Tensor], *, with_graph: bool = False) -> list[Evaluation]:
         samples = self.samples
-        # Without a graph nothing tells which of the objective's tensors are outputs.
-        still = contextlib.nullcontext() if tells_outputs else frozen(samples.params)
+        still = contextlib.nullcontext() if with_graph else frozen(samples.params)
         found = []
         try:
             for block, value, change in zip(self.blocks, self.origin, update, strict=True):

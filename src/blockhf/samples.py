@@ -74,6 +74,8 @@ class Structure:
         referenced: Modules that the objective refers to, called or not.
         modules: Those that it called, those within them, and those that it refers to.
         num_outputs: Outputs of a sample.
+        num_tensors: Tensors of outputs.
+        hides_outputs: Whether some of them cannot be told from other tensors without a graph to parameters.
         num_nodes: Operations in the graph of the loss.
         is_checked: Whether its first step has been looked at.
     """
@@ -81,6 +83,8 @@ class Structure:
     referenced: Sequence[nn.Module] = ()
     modules: list[nn.Module] = field(default_factory=list)
     num_outputs: int = 0
+    num_tensors: int = 0
+    hides_outputs: bool = False
     num_nodes: int = 0
     is_checked: bool = False
     _kinds: dict[frozenset[Tensor], str] = field(default_factory=dict)
@@ -100,6 +104,7 @@ class Structure:
     def note(self, evaluation: Evaluation, called: Iterable[nn.Module]) -> None:
         inner = [inner for module in called for inner in module.modules()]
         self.modules = list(dict.fromkeys([*inner, *self.referenced]))
+        self.num_tensors = len(evaluation.outputs)
         self.num_outputs = sum(map(Tensor.numel, evaluation.outputs)) // (evaluation.num_samples or 1)
         self.num_nodes = num_nodes(evaluation)
 

@@ -80,9 +80,9 @@ class Able(Blocks):
         self.used.append("root")
         return Root(M[:1, :2], M[:1, 0]) if block == 0 else None
 
-    def scaled_outputs(self, outputs: Sequence[Sequence[Tensor]]) -> Tensor | None:
+    def scaled_outputs(self, outputs: Sequence[Sequence[Tensor]] | None = None) -> Tensor | None:
         self.used.append("scaled_outputs")
-        return outputs[0][0] * 2
+        return V if outputs is None else outputs[0][0] * 2
 
     def mean_diagonal(self, block: int, like: Tensor) -> float:
         self.used.append("mean_diagonal")

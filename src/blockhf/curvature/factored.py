@@ -29,6 +29,10 @@ _CONCAVE = 0.01
 """Negative curvature of the loss up to this share of the largest is taken for rounding, and left out."""
 
 
+_At = tuple[Sequence[Tensor], Tensor]
+"""The outputs at the point, and what they are scaled by."""
+
+
 @dataclass(frozen=True)
 class Factored(Products):
     """Products with Gauss-Newton matrices whose square roots are stored.
@@ -77,13 +81,13 @@ class Factored(Products):
         rows: list[list[Tensor]] = [[] for _ in samples.blocks]
         slopes, scales = [], []
         for part in samples.parts:
-            found, own, lower = (
+            found, own, at = (
                 self._root_of_all(samples, part)
                 if samples.batch is None
                 else self._root(samples, part, state.cache)
             )
             slopes.append(own)
-            scales.append(lower)
+            scales.append(at)
             for kept, new in zip(rows, found, strict=True):
                 kept.append(new)
         roots = [Root(torch.cat(own), torch.cat(slopes)) for own in rows]
@@ -96,9 +100,7 @@ class Factored(Products):
             checked.add(key)
         return operator
 
-    def _root(
-        self, samples: Samples, part: Part, cache: dict[Any, Any]
-    ) -> tuple[list[Tensor], Tensor, Tensor]:
+    def _root(self, samples: Samples, part: Part, cache: dict[Any, Any]) -> tuple[list[Tensor], Tensor, _At]:
         evaluation = samples.evaluate(part)
         hessians = SampleHessians(evaluation).dense()
         num_outputs = hessians.shape[-1]
@@ -117,9 +119,9 @@ class Factored(Products):
                     own = lower[start:stop]
                     scaled = rows * own if num_outputs == 1 else own.transpose(1, 2) @ rows
                     kept.append(scaled.flatten(0, 1))
-        return [torch.cat(own) for own in pieces], slopes, lower
+        return [torch.cat(own) for own in pieces], slopes, (evaluation.detached().outputs, lower)
 
-    def _root_of_all(self, samples: Samples, part: Part) -> tuple[list[Tensor], Tensor, Tensor]:
+    def _root_of_all(self, samples: Samples, part: Part) -> tuple[list[Tensor], Tensor, _At]:
         """Of an objective without a batch, whose outputs are residuals of any shapes: row by row."""
         evaluation = samples.evaluate(part)
         curved, slopes = _diagonal_hessian(evaluation)
@@ -145,7 +147,8 @@ class Factored(Products):
             for block, kept in zip(samples.blocks, pieces, strict=True):
                 own = [next(rows).reshape(stop - start, -1) for _ in block.params]
                 kept.append(torch.cat(own, dim=1).detach())
-        return [torch.cat(own) for own in pieces], torch.where(root > 0, slopes / root, 0.0), root
+        along = torch.where(root > 0, slopes / root, 0.0)
+        return [torch.cat(own) for own in pieces], along, (evaluation.detached().outputs, root)
 
     def _check_size(self, num_bytes: int) -> None:
         if num_bytes > self.memory_budget:
@@ -169,10 +172,12 @@ class Factored(Products):
 
 
 class _Factored(BlockOperator):
-    def __init__(self, roots: Sequence[Root], scales: Sequence[Tensor]) -> None:
-        self._roots, self._scales = roots, scales
+    def __init__(self, roots: Sequence[Root], parts: Sequence[_At]) -> None:
+        self._roots = roots
+        self._outputs, self._scales = zip(*parts, strict=True)
 
-    def scaled_outputs(self, outputs: Sequence[Sequence[Tensor]]) -> Tensor:
+    def scaled_outputs(self, outputs: Sequence[Sequence[Tensor]] | None = None) -> Tensor:
+        outputs = self._outputs if outputs is None else outputs
         return torch.cat([_scaled(own, lower) for own, lower in zip(outputs, self._scales, strict=True)])
 
     @property

@@ -138,8 +138,11 @@ class BlockOperator(abc.ABC):
         """The square root of a diagonal block, where it is stored."""
         return None
 
-    def scaled_outputs(self, outputs: Sequence[Sequence[Tensor]]) -> Tensor | None:
-        """From the outputs, part by part, to values whose Jacobian the roots are, where roots are stored."""
+    def scaled_outputs(self, outputs: Sequence[Sequence[Tensor]] | None = None) -> Tensor | None:
+        """From the outputs, part by part, to values whose Jacobian the roots are, where roots are stored.
+
+        Without outputs, the values at the point itself.
+        """
         return None
 
     def mean_diagonal(self, block: int, like: Tensor) -> float:
@@ -194,7 +197,7 @@ class ForwardingOperator(BlockOperator):
     def root(self, block: int) -> Root | None:
         return self.operator.root(block)
 
-    def scaled_outputs(self, outputs: Sequence[Sequence[Tensor]]) -> Tensor | None:
+    def scaled_outputs(self, outputs: Sequence[Sequence[Tensor]] | None = None) -> Tensor | None:
         return self.operator.scaled_outputs(outputs)
 
     def mean_diagonal(self, block: int, like: Tensor) -> float:
@@ -242,7 +245,7 @@ class Scaled(ForwardingOperator):
         scale = self.weight**0.5
         return Root(root.rows * scale, root.slopes * scale)
 
-    def scaled_outputs(self, outputs: Sequence[Sequence[Tensor]]) -> Tensor | None:
+    def scaled_outputs(self, outputs: Sequence[Sequence[Tensor]] | None = None) -> Tensor | None:
         scaled = super().scaled_outputs(outputs)
         return None if scaled is None or self.weight < 0 else scaled * self.weight**0.5
 

@@ -104,7 +104,9 @@ class _Path:
         self.units: list[Tensor | float] = [1.0 for _ in roots]
         if settings.rescales:
             self._rescale()
-        self._here: Tensor | None = None
+        here = operator.scaled_outputs()
+        assert here is not None
+        self._here = here
 
     def _rescale(self) -> None:
         for index, root in enumerate(self.roots):
@@ -135,8 +137,6 @@ class _Path:
             step = [a + b for a, b in zip(step, last, strict=True)]
         image = self._image(step)
         probed = self._outputs([own.probe * vector for vector in step])
-        if self._here is None:
-            self._here = self._outputs([torch.zeros_like(vector) for vector in step])
         bend = (2 / own.probe) * ((probed - self._here) / own.probe - image)
         bent = self._solve(bend, growth) if bool(bend.isfinite().all()) else None
         if bent is None or _norm(bent) > own.longest * _norm(step):
