@@ -26,8 +26,28 @@ def tensors_of(nest: Any) -> Iterator[Tensor]:
             yield from tensors_of(value)
 
 
+def lengths(batch: Any) -> dict[Any, int]:
+    """How many samples there are under each key, where a mapping has samples of several kinds.
+
+    Empty where all members are equally long, as those of an ordinary batch are.
+
+    >>> lengths({"interior": torch.zeros(900, 2), "boundary": torch.zeros(120, 2), "viscosity": 0.01})
+    {'interior': 900, 'boundary': 120}
+    """
+    if not isinstance(batch, Mapping):
+        return {}
+    found = {}
+    for key, value in batch.items():
+        sizes = {len(member) for member in _sampled(value)}
+        if len(sizes) > 1:
+            return {}
+        if sizes:
+            found[key] = sizes.pop()
+    return found if len(set(found.values())) > 1 else {}
+
+
 def batch_size(batch: Any) -> int:
-    """The common first dimension of the tensors of a batch.
+    """The common first dimension of the tensors of a batch; of samples of several kinds, how many there are.
 
     Raises:
         ValueError: There is none, or there are members of which nobody can say whether they have samples.
@@ -36,6 +56,8 @@ def batch_size(batch: Any) -> int:
     5
     """
     _check_members(batch)
+    if (kinds := lengths(batch)) and 0 not in kinds.values():
+        return sum(kinds.values())
     sizes = sorted({len(member) for member in _sampled(batch)})
     if not sizes:
         raise ValueError(
@@ -45,7 +67,8 @@ def batch_size(batch: Any) -> int:
     if len(sizes) > 1:
         raise ValueError(
             f"The tensors of the batch have different first dimensions: {', '.join(map(str, sizes))}. "
-            "Put the samples first in each of them."
+            "Put the samples first in each of them. Samples of several kinds go into a dict, as in "
+            'step(objective, {"interior": x, "boundary": y}).'
         )
     if sizes == [0]:
         raise ValueError("The batch is empty. Pass at least one sample, or skip the step.")
@@ -67,6 +90,22 @@ def check_curvature_batch(batch: Any, curvature_batch: Any) -> None:
         )
 
 
+def check_kinds(batch: Any, micro_batch_size: int | None, *, is_alone: bool) -> None:
+    """Raise where samples of several kinds would have to be shared out, so that their means do not add up."""
+    kinds = lengths(batch)
+    if kinds and not is_alone:
+        listed = ", ".join(f"{number} of {key!r}" for key, number in kinds.items())
+        raise ValueError(
+            f"The batch has samples of several kinds ({listed}), which a mesh cannot share out. "
+            "Put them into one tensor with a mask, or use one process."
+        )
+    if kinds and micro_batch_size is not None and micro_batch_size < sum(kinds.values()):
+        raise ValueError(
+            f"micro_batch_size is {micro_batch_size}, but the batch has samples of several kinds, whose "
+            "means do not add up part by part. Pass micro_batch_size=None, or one tensor with a mask."
+        )
+
+
 def _listed(kinds: Sequence[tuple[torch.dtype, int]]) -> str:
     return ", ".join(f"{dtype} of {dim} dimensions" for dtype, dim in kinds) or "no tensor"
 
@@ -80,6 +119,13 @@ def take(batch: Any, start: int, stop: int) -> Any:
     >>> take({"x": torch.arange(4), "scale": 0.5, "name": ["a", "b", "c", "d"]}, 1, 3)
     {'x': tensor([1, 2]), 'scale': 0.5, 'name': ['b', 'c']}
     """
+    if kinds := lengths(batch):
+        total = sum(kinds.values())
+        ends = {key: (start * n // total, stop * n // total) for key, n in kinds.items()}
+        return {
+            **batch,
+            **{key: take(batch[key], first, max(last, first + 1)) for key, (first, last) in ends.items()},
+        }
     return _cut(batch, lambda member: member[start:stop])
 
 
@@ -89,6 +135,13 @@ def select(batch: Any, places: Tensor) -> Any:
     >>> select((torch.arange(4) * 10, ["a", "b", "c", "d"]), torch.tensor([0, 3]))
     (tensor([ 0, 30]), ['a', 'd'])
     """
+    if kinds := lengths(batch):  # one kind after the other, and at least one of each
+        chosen, before = dict(batch), 0
+        for key, n in kinds.items():
+            own = places[(places >= before) & (places < before + n)] - before
+            chosen[key] = select(batch[key], own if len(own) else places[:1] % n)
+            before += n
+        return chosen
 
     def pick(member: Any) -> Any:
         if isinstance(member, Tensor):

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from blockhf.batches import Share, batch_size, check_curvature_batch
+from blockhf.batches import Share, batch_size, check_curvature_batch, check_kinds
 from blockhf.blocks import Block
 from blockhf.curvature import Auto, Curvature, GaussNewton, Products
 from blockhf.hints import at_first_step
@@ -357,6 +357,7 @@ class BlockHF(NamedMethods):
 
     def _plan(self, blocks: Sequence[Block], batch: Any, curvature_batch: Any, *, searches: bool) -> Plan:
         check_curvature_batch(batch, curvature_batch)
+        check_kinds(batch, self.micro_batch_size, is_alone=self.mesh.is_alone)
         numbers = [0 if given is None else batch_size(given) for given in (batch, curvature_batch)]
         met = self.mesh.meet(numbers, (batch, curvature_batch), self._description())
         if batch is None:

@@ -8,14 +8,15 @@ systems can be solved among the samples without a subtraction, which keeps all d
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from blockhf.batches import lengths
 from blockhf.curvature.base import Curvature, Products, closeness, coarsest, disagreement
 from blockhf.curvature.double_backward import DoubleBackward
 from blockhf.curvature.gauss_newton import GaussNewton
@@ -29,8 +30,9 @@ _CONCAVE = 0.01
 """Negative curvature of the loss up to this share of the largest is taken for rounding, and left out."""
 
 
-_At = tuple[Sequence[Tensor], Tensor]
-"""The outputs at the point, and what they are scaled by."""
+_Scales = Sequence[tuple[Sequence[int], Tensor]]
+_At = tuple[Sequence[Tensor], _Scales]
+"""The outputs at the point, and what they are scaled by, kind by kind."""
 
 
 @dataclass(frozen=True)
@@ -101,25 +103,28 @@ class Factored(Products):
         return operator
 
     def _root(self, samples: Samples, part: Part, cache: dict[Any, Any]) -> tuple[list[Tensor], Tensor, _At]:
+        """Sample by sample; samples of several kinds one kind after the other."""
         evaluation = samples.evaluate(part)
-        hessians = SampleHessians(evaluation).dense()
-        num_outputs = hessians.shape[-1]
-        size = num_outputs * sum(block.size for block in samples.blocks) * hessians.element_size()
-        self._check_size(samples.num_samples * size)
-        lower, slopes = _scaled_slopes(evaluation, hessians * part.weight, part.weight)
-        jacobian = PerSampleJacobian(samples, part, samples.blocks, num_outputs, cache)
-        chunk = max(1, 2**26 // size)
         pieces: list[list[Tensor]] = [[] for _ in samples.blocks]
-        names = tuple((block.name, block.size) for block in samples.blocks)
-        with samples.ledger.counting("forming", part.shapes, names):
-            for start in range(0, len(hessians), chunk):
-                stop = min(start + chunk, len(hessians))
-                for kept, rows in zip(pieces, jacobian.rows(start, stop), strict=True):
-                    rows = rows.view(stop - start, num_outputs, -1)
-                    own = lower[start:stop]
-                    scaled = rows * own if num_outputs == 1 else own.transpose(1, 2) @ rows
-                    kept.append(scaled.flatten(0, 1))
-        return [torch.cat(own) for own in pieces], slopes, (evaluation.detached().outputs, lower)
+        slopes, scales = [], []
+        for length, chosen in _kinds(evaluation, lengths(part.batch)):
+            own = replace(evaluation, outputs=tuple(evaluation.outputs[index] for index in chosen))
+            own = own if length is None else replace(own, num_samples=length)
+            hessians = SampleHessians(own).dense()
+            num_outputs = hessians.shape[-1]
+            size = num_outputs * sum(block.size for block in samples.blocks) * hessians.element_size()
+            self._check_size(samples.num_samples * size)
+            lower, along = _scaled_slopes(own, hessians * part.weight, part.weight)
+            slopes.append(along)
+            scales.append((chosen, lower))
+            kind = (length, None if length is None else chosen)
+            jacobian = PerSampleJacobian(samples, part, samples.blocks, num_outputs, cache, *kind)
+            names = (*((block.name, block.size) for block in samples.blocks), length)
+            with samples.ledger.counting("forming", part.shapes, names):
+                for kept, rows in zip(pieces, _rows(jacobian, lower, max(1, 2**26 // size)), strict=True):
+                    kept += rows
+        rows = [torch.cat(kept) for kept in pieces]
+        return rows, torch.cat(slopes), (evaluation.detached().outputs, scales)
 
     def _root_of_all(self, samples: Samples, part: Part) -> tuple[list[Tensor], Tensor, _At]:
         """Of an objective without a batch, whose outputs are residuals of any shapes: row by row."""
@@ -148,7 +153,8 @@ class Factored(Products):
                 own = [next(rows).reshape(stop - start, -1) for _ in block.params]
                 kept.append(torch.cat(own, dim=1).detach())
         along = torch.where(root > 0, slopes / root, 0.0)
-        return [torch.cat(own) for own in pieces], along, (evaluation.detached().outputs, root)
+        chosen = range(len(evaluation.outputs))
+        return [torch.cat(own) for own in pieces], along, (evaluation.detached().outputs, [(chosen, root)])
 
     def _check_size(self, num_bytes: int) -> None:
         if num_bytes > self.memory_budget:
@@ -204,12 +210,46 @@ class _Factored(BlockOperator):
         return f"Jacobian, {rows} x {columns}"
 
 
-def _scaled(outputs: Sequence[Tensor], lower: Tensor) -> Tensor:
+def _scaled(outputs: Sequence[Tensor], scales: _Scales) -> Tensor:
     """``Lᵀ`` times the outputs of each sample, or one number times each output."""
-    if lower.dim() == 1:
-        return torch.cat([own.reshape(-1) for own in outputs]) * lower
-    flat = torch.cat([own.reshape(len(lower), -1) for own in outputs], dim=1)
-    return (lower.transpose(1, 2) @ flat[..., None]).reshape(-1)
+    pieces = []
+    for chosen, lower in scales:
+        own = [outputs[index] for index in chosen]
+        if lower.dim() == 1:
+            pieces.append(torch.cat([each.reshape(-1) for each in own]) * lower)
+        else:
+            flat = torch.cat([each.reshape(len(lower), -1) for each in own], dim=1)
+            pieces.append((lower.transpose(1, 2) @ flat[..., None]).reshape(-1))
+    return torch.cat(pieces)
+
+
+def _kinds(evaluation: Evaluation, sizes: Mapping[Any, int]) -> Iterator[tuple[int | None, Sequence[int]]]:
+    """For each kind of samples how many there are, and which outputs are of that kind.
+
+    Kinds of one length need not be told apart: what has them in pairs has each of them.
+    """
+    firsts = [output.shape[0] if output.dim() > 0 else 0 for output in evaluation.outputs]
+    if not sizes:
+        yield None, range(len(firsts))
+        return
+    if unknown := sorted(set(firsts) - set(sizes.values())):
+        raise FormingError(
+            f"an output has {unknown[0]} rows, and there are {', '.join(map(str, sizes.values()))} samples "
+            "of the kinds. Return the residuals of each kind as an output of their own"
+        )
+    for length in dict.fromkeys(firsts):
+        yield length, [index for index, own in enumerate(firsts) if own == length]
+
+
+def _rows(jacobian: PerSampleJacobian, lower: Tensor, chunk: int) -> list[list[Tensor]]:
+    """For each block its rows, scaled, in pieces of so many samples."""
+    pieces: list[list[Tensor]] = [[] for _ in jacobian.blocks]
+    for start in range(0, len(lower), chunk):
+        own = lower[start : start + chunk]
+        for kept, rows in zip(pieces, jacobian.rows(start, start + len(own)), strict=True):
+            rows = rows.view(len(own), own.shape[-1], -1)
+            kept.append((rows * own if own.shape[-1] == 1 else own.transpose(1, 2) @ rows).flatten(0, 1))
+    return pieces
 
 
 def _diagonal_hessian(evaluation: Evaluation) -> tuple[Tensor, Tensor]:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.func import functional_call, grad, vmap
 
-from blockhf.batches import rebuild, take, tensors_of
+from blockhf.batches import rebuild, tensors_of
 from blockhf.blocks import Block
 from blockhf.curvature.host import Host
 from blockhf.curvature.loss_hessian import HessianProduct, closed_forms, second_derivatives
@@ -114,6 +114,8 @@ class PerSampleJacobian:
         blocks: Of these parameters.
         num_outputs: How many a sample has.
         cache: Keeps what was recorded, from step to step.
+        length: Where there are samples of several kinds, how many there are of the kind that is meant.
+        outputs: Which of the objective's outputs are of that kind.
     """
 
     def __init__(
@@ -123,14 +125,19 @@ class PerSampleJacobian:
         blocks: Sequence[Block],
         num_outputs: int,
         cache: dict[Any, Any],
+        length: int | None = None,
+        outputs: Sequence[int] | None = None,
     ) -> None:
+        self._length, self._outputs = length, outputs
         self.objective, self.part = samples.objective, part
         self.blocks, self.num_outputs = blocks, num_outputs
         self.params = [param for block in blocks for param in block.params]
-        self.sampled = [tensor.dim() > 0 for tensor in tensors_of(part.batch)]
+        self.sampled = [
+            tensor.dim() > 0 and length in (None, len(tensor)) for tensor in tensors_of(part.batch)
+        ]
         self._host = Host(samples.structure.modules)
         kinds = [(tensor.shape[1:], tensor.dtype) for tensor in tensors_of(part.batch)]
-        key = samples.scope, tuple(kinds), tuple(map(id, self.params))
+        key = samples.scope, tuple(kinds), tuple(map(id, self.params)), tuple(self.sampled)
         self._cache = cache
         self._key = key
         try:
@@ -151,8 +158,10 @@ class PerSampleJacobian:
         A single backward pass over these is faster than a backward pass per output.
         """
         inputs = [
-            tensor.detach().repeat_interleave(self.num_outputs, 0) if own else tensor.detach()
-            for tensor, own in zip(tensors_of(take(self.part.batch, start, stop)), self.sampled, strict=True)
+            tensor.detach()[start:stop].repeat_interleave(self.num_outputs, 0)
+            if own
+            else _one(tensor.detach())
+            for tensor, own in zip(tensors_of(self.part.batch), self.sampled, strict=True)
         ]
         like = self.params[0]
         directions = torch.eye(self.num_outputs, dtype=like.dtype, device=like.device)
@@ -195,8 +204,9 @@ class PerSampleJacobian:
             return self.objective(rebuild(self.part.batch, sample))
 
         outputs, _ = functional_call(self._host, stand_ins, (call,), tie_weights=False)
-        flat = [tensor.reshape(-1) for tensor in tensors_of(outputs) if tensor.is_floating_point()]
-        return torch.cat(flat)
+        found = [tensor for tensor in tensors_of(outputs) if tensor.is_floating_point()]
+        chosen = found if self._outputs is None else [found[index] for index in self._outputs]
+        return torch.cat([tensor.reshape(-1) for tensor in chosen])
 
     def _record(self, inputs: Sequence[Tensor]) -> Outputs:
         """One sample's outputs as a graph of plain operations."""
@@ -213,3 +223,8 @@ class PerSampleJacobian:
                 graph.graph.erase_node(node)
         graph.recompile()
         return lambda values, sample: graph(list(values), list(sample))
+
+
+def _one(tensor: Tensor) -> Tensor:
+    """One sample of a kind that is not meant, or a number that belongs to all samples."""
+    return tensor[:1] if tensor.dim() > 0 else tensor

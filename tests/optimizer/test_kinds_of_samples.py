@@ -1,0 +1,106 @@
+"""Batches with samples of several kinds, each as long as it likes."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from blockhf import BlockHF, Factored, NoiseScale, blocks
+from blockhf.batches import batch_size, select, take
+
+
+def network() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(1, 10), nn.Tanh(), nn.Linear(10, 1)).double()
+
+
+def points(num_inside: int = 40) -> dict[str, Any]:
+    inside = torch.linspace(0, 1, num_inside, dtype=torch.float64)[:, None]
+    return {"interior": inside, "boundary": torch.tensor([[0.0], [1.0]]).double(), "weight": 10.0}
+
+
+def poisson(net: nn.Module) -> Any:
+    def objective(batch: dict[str, Any]) -> tuple[tuple[Tensor, Tensor], Tensor]:
+        x = batch["interior"].detach().requires_grad_()
+        (slope,) = torch.autograd.grad(net(x).sum(), x, create_graph=True)
+        (second,) = torch.autograd.grad(slope.sum(), x, create_graph=True)
+        inside = second + math.pi**2 * torch.sin(math.pi * x.detach())
+        edge = net(batch["boundary"])
+        return (inside, edge), inside.square().mean() + batch["weight"] * edge.square().mean()
+
+    return objective
+
+
+def in_one(net: nn.Module) -> Any:
+    """The same residuals as one output for an objective without a batch."""
+
+    def objective() -> tuple[tuple[Tensor, Tensor], Tensor]:
+        outputs, loss = poisson(net)(points())
+        return outputs, loss
+
+    return objective
+
+
+def test_the_default_solves_an_equation_with_its_boundary() -> None:
+    net = network()
+    optimizer = BlockHF(blocks.single(net))
+    for _ in range(60):
+        loss = optimizer.step(poisson(net), points())
+    report = optimizer.report
+    assert report is not None
+    assert report.complete
+    assert report.blocks[0].products == "Jacobian, 42 x 31"
+    assert float(loss) < 1e-6
+
+
+def test_it_is_the_run_of_the_same_objective_without_a_batch() -> None:
+    losses = []
+    for with_batch in (True, False):
+        net = network()
+        optimizer = BlockHF.least_squares(blocks.by_layer(net))
+        steps = [(poisson(net), points()) if with_batch else (in_one(net),) for _ in range(6)]
+        losses.append([float(optimizer.step(*step)) for step in steps])
+    assert losses[0] == pytest.approx(losses[1], rel=1e-6)
+
+
+def test_samples_are_drawn_from_each_kind() -> None:
+    batch = {"a": torch.arange(90), "b": (torch.arange(10), ["x"] * 10), "c": 3}
+    assert batch_size(batch) == 100
+    drawn = select(batch, torch.tensor([0, 50, 89, 95]))
+    assert [drawn["a"].tolist(), drawn["b"][0].tolist(), drawn["c"]] == [[0, 50, 89], [5], 3]
+    assert len(select(batch, torch.tensor([4]))["b"][0]) == 1  # never none of a kind
+    part = take(batch, 20, 60)
+    assert [part["a"].tolist(), part["b"][0].tolist()] == [list(range(18, 54)), [2, 3, 4, 5]]
+
+
+def test_with_noise_it_trains_too() -> None:
+    net = network()
+    optimizer = BlockHF(blocks.single(net), sampling=NoiseScale())
+    first = float(optimizer.step(poisson(net), points(400)))
+    for _ in range(10):
+        last = float(optimizer.step(poisson(net), points(400)))
+    assert last < first
+
+
+def test_residuals_that_are_joined_are_told_apart_in_words() -> None:
+    net = network()
+
+    def objective(batch: dict[str, Any]) -> tuple[Tensor, Tensor]:
+        (inside, edge), _ = poisson(net)(batch)
+        joined = torch.cat([inside, edge])
+        return joined, joined.square().mean()
+
+    optimizer = BlockHF.least_squares(blocks.single(net), products=Factored())
+    with pytest.raises(Exception, match="Return the residuals of each kind as an output of their own"):
+        optimizer.step(objective, points())
+
+
+def test_micro_batches_of_several_kinds_are_refused() -> None:
+    net = network()
+    optimizer = BlockHF(blocks.single(net), micro_batch_size=10)
+    with pytest.raises(ValueError, match="whose means do not add up part by part"):
+        optimizer.step(poisson(net), points())
