@@ -218,7 +218,7 @@ class Update:
         """Let the search decide; an update that is not finite is rejected whatever it says."""
         self.choice = search.choose(self.situation(), state)
         update = self.choice.update
-        if update is not None and not are_finite(update):
+        if update is not None and not self.choice.is_finite and not are_finite(update):
             self.fail("the step is not finite")
 
     def ratio(self) -> float | None:

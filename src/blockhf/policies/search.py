@@ -89,6 +89,7 @@ class Choice:
             for a block without a direction.
         compared: Of which samples ``before`` and ``loss`` are, where they are not the gradient's.
         length: The share of all blocks' directions that was taken, where they were shrunk alike.
+        is_finite: Whether the search has seen to it that the update is finite; if not, it is looked at.
         growth: How many times the damping had to grow for it, where the search damps itself.
     """
 
@@ -102,6 +103,7 @@ class Choice:
     lengths: Sequence[float | None] = ()
     compared: str = "held out"
     length: float | None = None
+    is_finite: bool = False
     growth: float | None = None
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -13,6 +13,7 @@ from blockhf.blocks import Block
 from blockhf.linalg import BlockOperator
 from blockhf.policies.search import Choice, Proposal, Search, Situation
 from blockhf.policy import PolicyState
+from blockhf.scalars import read
 
 LossAt = Callable[[Sequence[Tensor]], Tensor]
 """The loss after an update."""
@@ -113,20 +114,21 @@ class Subspace(Search):
                 own = [proposal.gradient for proposal in proposals]
                 loss_at = situation.point.loss_at
                 return self._choose(operator, loss_at, situation.loss, own, situation, state)
-        before, gradient = unseen.gradient()
+        loss, gradient = unseen.gradient()
         slope = sum(proposal.slope for proposal in proposals)
-        found = sum(float(own @ each.direction) for own, each in zip(gradient, proposals, strict=True))
+        along = [own @ each.direction for own, each in zip(gradient, proposals, strict=True)]
         loss_at = unseen.loss_at
         if seen is not None:
             mixed = loss_at = _Mixed(situation.seen_share, seen.loss_at, unseen.loss_at)
-            before = mixed.of(seen.loss_at([torch.zeros_like(own) for own in gradient]), before)
+            loss = mixed.of(seen.loss_at([torch.zeros_like(own) for own in gradient]), loss)
             gradient = [mixed.of(p.gradient, own) for p, own in zip(proposals, gradient, strict=True)]
+        (before,), *slopes = read([loss, *along])
         with unseen.linearize() as operator:
-            choice = self._choose(operator, loss_at, float(before), gradient, situation, state)
+            choice = self._choose(operator, loss_at, before, gradient, situation, state)
         return replace(
             choice,
-            before=float(before),
-            signal=found / slope if slope < 0 else None,
+            before=before,
+            signal=sum(own for (own,) in slopes) / slope if slope < 0 else None,
             compared="held out" if seen is None else "of the whole set",
         )
 
@@ -152,16 +154,18 @@ class Subspace(Search):
         if not bool(full.any()):
             zeros = [torch.zeros_like(proposal.direction) for proposal in proposals]
             return Choice(zeros, "nothing to take", loss=before)
-        direction = _combined(proposals, columns, vectors, full.tolist())
+        factors = full.tolist()
+        direction = _combined(proposals, columns, vectors, factors)
         scale = 1.0
         for trial in range(self.max_tries):
             update = [own * scale for own in direction] if trial else direction
-            after = float(loss_at(update))
+            (after,), *finite = read([loss_at(update), *(own.isfinite().all() for own in update)])
             change = model.change(scale * full)
-            if math.isfinite(after) and after < before:
+            if math.isfinite(after) and after < before and all(fine for (fine,) in finite):
                 ratio = (after - before) / change if change < 0 else 0.0
                 self._adapt(ratio if trial == 0 else 0.0, state)
-                self._remember(blocks, update, state)
+                moved = {column for column, factor in zip(columns, factors, strict=True) if factor}
+                self._remember(blocks, update, moved, state)
                 return Choice(
                     update,
                     "best combination" if trial == 0 else f"best combination, shrunk to {scale:.3g}",
@@ -169,6 +173,7 @@ class Subspace(Search):
                     loss=after,
                     coefficients=_firsts(len(proposals), columns, scale * full),
                     lengths=model.lengths(proposals, scale),
+                    is_finite=True,
                 )
             scale *= 0.5
         reason = f"no step down to {2 * scale:.2g} of the best combination lowers the loss"
@@ -182,24 +187,24 @@ class Subspace(Search):
         for kind in ("last", "trend") if self.momentum else ():
             for index, block in enumerate(blocks):
                 past = state.of(block.name)
-                own = past.get(kind)
-                if own is None or len(own) != block.size or not bool(own.any()):
-                    continue
-                if kind == "trend" and torch.equal(own, past["last"]):
-                    continue  # there was but one update
-                found.append((index, own.to(proposals[index].direction)))
+                own = past.get(kind)  # a trend is there from the second update on
+                if own is not None and len(own) == block.size:
+                    found.append((index, own.to(proposals[index].direction)))
         return [index for index, _ in found], [vector for _, vector in found]
 
     @staticmethod
-    def _remember(blocks: Sequence[Block], update: Sequence[Tensor], state: PolicyState) -> None:
+    def _remember(
+        blocks: Sequence[Block], update: Sequence[Tensor], moved: Collection[int], state: PolicyState
+    ) -> None:
         """Keep the update and the trend of each block; those of blocks that did not move are forgotten."""
-        trends = {name: own.get("trend") for name, own in state.blocks.items()}
+        trends = {name: own.get("trend", own.get("last")) for name, own in state.blocks.items()}
         state.blocks.clear()
-        for block, own in zip(blocks, update, strict=True):
-            trend, past = own.clone(), trends.get(block.name)
+        for index in sorted(moved):
+            block, own = blocks[index], update[index]
+            state.blocks[block.name] = {"last": own.clone()}
+            past = trends.get(block.name)
             if past is not None and past.shape == own.shape:
-                trend.add_(past.to(own), alpha=_TREND)
-            state.blocks[block.name] = {"last": own.clone(), "trend": trend}
+                state.blocks[block.name]["trend"] = own.add(past.to(own), alpha=_TREND)
 
     def _adapt(self, ratio: float, state: PolicyState) -> None:
         damping = state.shared.get("damping", self.damping)
