@@ -22,7 +22,7 @@ FLOORS = [
     {"curvature"},
     {"point", "preconditioners"},
     {"policies"},
-    {"plan"},
+    {"plan", "points"},
     {"meshes"},
     {"hints", "options", "update"},
     {"bookkeeping"},

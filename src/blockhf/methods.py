@@ -13,6 +13,7 @@ from blockhf.curvature import Auto, Curvature, Factored, GaussNewton
 from blockhf.linalg import Cholesky, ConjugateGradient
 from blockhf.options import PLAN
 from blockhf.plan import Batch, why_complete
+from blockhf.points import draw
 from blockhf.policies import (
     AllSamples,
     Backtracking,
@@ -24,7 +25,7 @@ from blockhf.policies import (
     Sampling,
     Search,
 )
-from blockhf.policy import PolicyState
+from blockhf.policy import PolicyState, State
 from blockhf.preconditioners import Identity
 from blockhf.samples import Structure
 
@@ -73,11 +74,25 @@ class NamedMethods(BlockOptimizer):
     _replaced: dict[str, Any] | None = None
     """What a batch without noise has put aside."""
 
+    @property
+    def _memory(self) -> State:
+        return self.policy_state[PLAN].shared
+
+    def _drawn(self, batch: Any) -> Any:
+        """The batch, or new points where a function that draws them is given."""
+        is_drawn = callable(batch)
+        if is_drawn or "is_drawn" in self._memory:
+            self._memory["is_drawn"] = is_drawn
+        if is_drawn and not self.mesh.is_alone:
+            raise ValueError("On a mesh points cannot be drawn by a function. Draw them, and pass a batch.")
+        return draw(batch, self._memory) if is_drawn else batch
+
     def _adopt(self, batch: Any, curvature_batch: Any, structure: Structure) -> str:
         """Take the policies for a batch that is all there is, or for a sample; why it is all, if it is."""
-        memory, again = self.policy_state[PLAN].shared, False
+        memory, again = self._memory, False
         num_samples = None if batch is None else batch_size(batch)
-        if batch is not None and self.population is None and not memory.get("differs"):
+        is_drawn = memory.get("is_drawn", False)
+        if batch is not None and not is_drawn and self.population is None and not memory.get("differs"):
             again = (number := fingerprint(batch)) is not None and number == memory.get("fingerprint")
             memory.update(differs="fingerprint" in memory and not again, fingerprint=number)
         reason = why_complete(
@@ -88,6 +103,7 @@ class NamedMethods(BlockOptimizer):
                 looks_for_noise="sampling" in self.given and self.sampling.needs_signal,
                 is_random=structure.is_random,
                 again=again,
+                is_drawn=is_drawn,
             )
         )
         if curvature_batch is not None or not self.mesh.is_alone or not self._can_be_exact():

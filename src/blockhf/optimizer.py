@@ -33,6 +33,7 @@ from blockhf.objective import Objective, Reduction, what_to_step
 from blockhf.options import check_group
 from blockhf.plan import WITHOUT_BATCH, Plan, choose_sizes, draw_plan
 from blockhf.point import Linearizer, Point
+from blockhf.points import learn
 from blockhf.policies import (
     ByCoefficient,
     Choice,
@@ -189,6 +190,8 @@ class BlockHF(NamedMethods):
             objective: Returns outputs and loss for a batch, or without arguments if there is no batch. It
                 does not call ``backward``.
             batch: The gradient batch: any nesting of tensors whose first dimension is that of the samples.
+                Samples of several kinds go into a dict, each as long as it likes. A function ``points(n)``
+                draws about ``n`` new samples for each step, where the loss is an integral.
             curvature_batch: The samples of the curvature, if they are not to be drawn from the batch.
             closure: Torch's name for an objective of no arguments. Beside an objective, which trainers pass
                 on, it is their hooks: it is called once, and what it returns is ignored.
@@ -196,9 +199,10 @@ class BlockHF(NamedMethods):
         Returns:
             The objective's loss at the starting point; the report's has the penalties of weight decay too.
         """
-        given = what_to_step(objective, batch, curvature_batch, closure)
+        objective, batch, curvature_batch = what_to_step(objective, batch, curvature_batch, closure)
         with self._transaction(self._blocks()) as before, contextlib.ExitStack() as stack:
-            update = self._begin(*given, before, searches=True)
+            batch = self._drawn(batch)
+            update = self._begin(objective, batch, curvature_batch, before, searches=True)
             self._find_directions(update, stack)
             if not update.failed:
                 with update.watch.phase("search"):
@@ -391,6 +395,12 @@ class BlockHF(NamedMethods):
             memory["num_updates"] = memory.get("num_updates", 0) + 1
             if not self.search.evaluates:
                 update.compare_with_last(memory)
+        update.count_still(self._memory)
+        if update.is_sound and self._memory.get("is_drawn"):
+            num_params = sum(block.size for block in update.blocks)
+            learn(
+                self._memory, update.value, None if update.choice is None else update.choice.loss, num_params
+            )
         done = max(self._updates(param) for block in update.blocks for param in block.params)
         step = done if accepted else done + 1
         hints: Sequence[str] = ()

@@ -124,6 +124,7 @@ class Batch:
         looks_for_noise: Whether the user asked for a rule that goes by noise.
         is_random: Whether the model draws random numbers, or its samples see each other.
         again: Whether the very same samples were there in the step before.
+        is_drawn: Whether they are drawn anew for each step, as many as are wanted.
     """
 
     num_samples: int | None
@@ -132,6 +133,7 @@ class Batch:
     looks_for_noise: bool = False
     is_random: bool = False
     again: bool = False
+    is_drawn: bool = False
 
 
 def why_complete(batch: Batch) -> str:
@@ -144,6 +146,8 @@ def why_complete(batch: Batch) -> str:
     """
     if batch.is_random or batch.looks_for_noise:
         return ""
+    if batch.is_drawn:
+        return "as many points as are wanted are drawn for each step"
     if batch.num_samples is None:
         return "the objective has no batch"
     if batch.takes_all:

@@ -105,6 +105,7 @@ class StepReport:
         setup: Seconds of this step that later steps do not need again, by what they were spent on.
         spent: What the step was allowed to cost, and why, in words.
         complete: Why the batch is taken for all there is, without noise; empty where it is a sample.
+        num_still: How many steps in a row, this one included, have changed next to nothing.
     """
 
     step: int
@@ -125,6 +126,7 @@ class StepReport:
     setup: dict[str, float] = field(default_factory=dict)
     spent: str = ""
     complete: str = ""
+    num_still: int = 0
 
     @property
     def seconds(self) -> float:
@@ -149,6 +151,9 @@ class StepReport:
         found = [f"{what} took {seconds:.1f} s, once" for what, seconds in self.setup.items()]
         if self.ratio is not None and self.ratio < 0.25:
             found.append(f"the loss fell by {self.ratio:.0%} of what the model foretold".replace("%", " %"))
+        if self.num_still >= STALLED:
+            steps = f"{self.num_still} steps in a row"
+            found.append(f"stalled: {steps} have lowered the loss by less than {STILL:.0e} of it")
         for status, words in _STATUSES.items():
             if names := [block.label for block in self.blocks if block.status == status]:
                 found.append(f"{_listed(names)} {words}")
@@ -198,6 +203,12 @@ class StepReport:
         lines += [f"  products: {same}"] if same else []
         return "\n".join([*lines, f"  time: {', '.join(times)}"] if times else lines)
 
+
+STILL = 1e-5
+"""A step that lowers the loss by no more than this share of it has changed next to nothing."""
+
+STALLED = 10
+"""After so many of them in a row the report speaks of a stall."""
 
 _SAMPLES = {"gradient": "gradient_batch", "curvature": "curvature_batch", "held out": "held_out_batch"}
 _STATUSES = {

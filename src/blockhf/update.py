@@ -21,7 +21,7 @@ from blockhf.plan import Plan
 from blockhf.point import Point
 from blockhf.policies import Choice, Outcome, Proposal, Search, Situation, StepCost, measured
 from blockhf.policy import PolicyState, State
-from blockhf.report import BlockReport, StepReport, Stopwatch
+from blockhf.report import STILL, BlockReport, StepReport, Stopwatch
 from blockhf.scalars import are_finite, read
 
 
@@ -45,6 +45,7 @@ class Update:
         choice: What the search decided, or why there was nothing to decide.
         warnings: What looks wrong, in sentences.
         is_sound: Whether loss and gradient are finite, so that damping can be to blame for a rejection.
+        num_still: How many steps in a row have changed next to nothing.
     """
 
     plan: Plan
@@ -62,6 +63,7 @@ class Update:
     choice: Choice | None = None
     warnings: list[str] = field(default_factory=list)
     is_sound: bool = True
+    num_still: int = 0
 
     @classmethod
     def begin(
@@ -165,6 +167,16 @@ class Update:
         """Look whether a step whose length nobody looked at has raised the loss."""
         self.warn(risen(memory.get("last_loss"), self.value))
         memory["last_loss"] = self.value
+
+    def count_still(self, memory: State) -> None:
+        """Count the steps in a row after which loss and parameters are as good as before."""
+        choice, number = self.choice, memory.pop("num_still", 0)
+        if choice is None or not self.is_sound or (choice.update is not None and choice.loss is None):
+            return
+        before = self.value if choice.before is None else choice.before
+        fallen = 0.0 if choice.loss is None else before - choice.loss
+        if fallen <= STILL * abs(before):
+            memory["num_still"] = self.num_still = number + 1
 
     def differentiate(self) -> None:
         """Loss and gradient; the update fails where they are not finite."""
@@ -280,6 +292,7 @@ class Update:
             hints=tuple(hints),
             setup=dict(self.point.samples.ledger.setup),
             complete=self.plan.complete,
+            num_still=self.num_still,
         )
 
     def _block_reports(self, choice: Choice) -> list[BlockReport]:

@@ -137,3 +137,23 @@ def test_a_fingerprint_tells_batches_apart() -> None:
     assert fingerprint((x.flip(0), y.flip(0))) == same
     assert len({same, fingerprint((x.flip(0), y)), fingerprint((x, y + 1)), fingerprint((-x, y))}) == 4
     assert fingerprint((x, ["a"] * 6)) is None
+
+
+def test_steps_that_change_nothing_are_called_a_stall() -> None:
+    point = torch.tensor([1.0], dtype=torch.float64, requires_grad=True)
+
+    def objective() -> tuple[Tensor, Tensor]:
+        residuals = torch.cat([point - 3, point + 1])  # the best is 1, and the loss there is not zero
+        return residuals, residuals.square().sum() / 2
+
+    optimizer = BlockHF([point])
+    said = []
+    for _ in range(12):
+        optimizer.step(objective)
+        assert optimizer.report is not None
+        said.append("stalled: " in str(optimizer.report))
+    assert said == [False] * 9 + [True] * 3
+    with torch.no_grad():
+        point += 1
+    optimizer.step(objective)
+    assert "stalled" not in str(optimizer.report)

@@ -123,7 +123,7 @@ class _Path:
                     return choice
             growth *= own.growth if trial < 3 else own.growth**3
         reason = f"no damping below {growth:.2g} times as much lowers the loss"
-        return Choice(None, reason, growth=growth)
+        return Choice(None, reason, growth=1.0)  # so much was tried that more would not do it either
 
     def _attempt(self, last: Sequence[Tensor] | None, growth: float) -> Choice | None:
         own, target = self.settings, self.slopes
