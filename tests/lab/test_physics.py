@@ -14,7 +14,7 @@ from torch.func import jacrev, vmap
 
 from blockhf_lab import costs, physics, rivals, runs, tasks
 from blockhf_lab.optimizers import Spec
-from blockhf_lab.physics import allen_cahn, curve_fit, inverse, networks, poisson2d, problem
+from blockhf_lab.physics import allen_cahn, curve_fit, gallery, inverse, networks, poisson2d, problem
 from command_line import run_main
 
 EXACT = [name for name in physics.TASKS if name not in ("allen-cahn", "curve-fit", "multiscale")]
@@ -226,3 +226,29 @@ def test_points_on_the_boundary_are_on_the_boundary() -> None:
     assert bool(((edge == 0) | (edge == 1)).any(1).all())
     assert problem.sobol(64, (-1, 0), (1, 2)).aminmax().max <= 2
     assert float(curve_fit.solution(torch.zeros(1, 1).double())) == pytest.approx(10.5, abs=1e-6)
+
+
+def test_the_gallery_draws_runs_and_fills_its_page(tmp_path: Path) -> None:
+    for name, specs in (
+        ("curve-fit", ("blockhf", "adam:lr=0.01", "adam:lr=0.001")),
+        ("heat", ("adam",)),
+    ):
+        data = tasks.get(name).load(None)
+        for text in specs:
+            folder = tmp_path / "runs" / name / Spec.parse(text).folder / "seed-0"
+            with runs.Run(runs.Config(name, "quick", text, budget="3updates"), folder, data) as run:
+                runs.train(run)
+    page = tmp_path / "page.md"
+    marks = "".join(f"<!-- {name} --><!-- end -->\n" for name in ("table", "curve-fit", "heat"))
+    page.write_text(marks)
+    assert gallery.run(tmp_path / "runs", tmp_path / "records", page) == ["heat", "curve-fit"]
+    text = page.read_text()
+    assert "BlockHF has the lowest loss on 1 of 2 tasks; not run on `heat`." in text
+    assert text.count("| Adam | 3 |") == 2  # of the curve fit the better setting alone
+    for name in ("heat", "curve-fit"):
+        assert (tmp_path / "images" / f"{name}.png").read_bytes()[:4] == b"\x89PNG"
+    before = text
+    gallery.fill_page(tmp_path / "records", page)
+    assert page.read_text() == before
+    with pytest.raises(ValueError, match="has no folder of a task"):
+        gallery.run(tmp_path / "records" / "heat", tmp_path, page)

@@ -398,6 +398,22 @@ def _experiments(app: "typer.Typer") -> None:
             commands.redraw(runs, out, Console())
 
     @app.command()
+    def gallery(
+        runs: Annotated[Path, typer.Argument(help="Folder with a folder of runs for each task.")],
+        records: Annotated[Path, typer.Option(help="Where to put the evaluated points.")] = Path(
+            "results/physics"
+        ),
+        page: Annotated[
+            Path, typer.Option(help="Page whose generated parts and figures are made anew.")
+        ] = Path("docs/gallery/physics.md"),
+    ) -> None:
+        """Draw solutions, errors and convergence of the tasks without noise, and fill their page."""
+        from blockhf_lab.physics import gallery
+
+        with _telling():
+            typer.echo(f"Drawn: {', '.join(gallery.run(runs, records, page))}")
+
+    @app.command()
     def claims(
         records: Annotated[Path, typer.Argument(help="Folder of the records.")] = Path("results/claims"),
         page: Annotated[

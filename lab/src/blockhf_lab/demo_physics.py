@@ -23,7 +23,7 @@ from blockhf_lab.tasks import Task
 
 TASK = "poisson2d"
 CONTESTANTS: tuple[tuple[str, str, str], ...] = (
-    ("BlockHF.least_squares", "least-squares", "one block; no option set"),
+    ("BlockHF", "blockhf", "one block; no option set"),
     ("self-scaled BFGS", "ssbfgs", "a dense inverse Hessian, Wolfe conditions"),
     ("L-BFGS", "full-lbfgs", "history 100, strong Wolfe conditions"),
     ("Adam", "adam:lr=0.003", "lr 0.003"),

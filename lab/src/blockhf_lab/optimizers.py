@@ -304,7 +304,9 @@ class Spec:
         partition = self.partition(task)
         assert partition is not None
         rest = {key: _policy(value) for key, value in rest.items()}
-        common: dict[str, Any] = {"measure_memory": False, "products": Auto(compile=task.compile)}
+        common: dict[str, Any] = {"measure_memory": False}
+        if not task.is_complete:  # where the optimizer chooses for itself
+            common["products"] = Auto(compile=task.compile)
         if self.name == "blockhf":
             common["population"] = population
         if "curvature" in self.options:
@@ -314,7 +316,6 @@ class Spec:
         if self.name == "blockhf":
             return BlockHF(partition(model), **{**common, **rest})
         if self.name == "least-squares":
-            del common["products"]
             return BlockHF.least_squares(partition(model), **{**common, **rest})
         return BlockHF.paper(partition(model), **{**common, **task.recipe, **rest})
 

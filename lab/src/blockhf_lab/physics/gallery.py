@@ -127,7 +127,9 @@ def verdict(rows: Mapping[str, Mapping[str, Line]]) -> str:
         rivals = min((line.loss for key, line in row.items() if key not in OURS), default=math.inf)
         # Below this, float64 has nothing left to lower.
         floor = 1e-28
-        if max(ours, floor) <= max(rivals, floor):
+        if ours == math.inf:
+            others.append(f"not run on `{name}`")
+        elif max(ours, floor) <= max(rivals, floor):
             won += 1
         else:
             others.append(f"{ours / rivals:.1f} times the lowest on `{name}`")
