@@ -55,7 +55,7 @@ def task(preset: str) -> PhysicsTask:
         title="Burgers' equation, network 2-20-20-20-1, 1,360 points",
         equation="u_t + u u_x = 0.01/π u_xx on [-1, 1] × [0, 1], u = -sin πx at t = 0, u(±1) = 0",
         make_model=lambda: JetNetwork((2, 20, 20, 20, 1), (1.0, 0.0)),
-        make_blocks=blocks.by_layer,
+        make_blocks=blocks.single,
         kinds=_points(),
         test_points=lambda: problem.space_time(-1, 1, 1).points,
         residuals=residuals,
