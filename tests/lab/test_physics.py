@@ -252,3 +252,20 @@ def test_the_gallery_draws_runs_and_fills_its_page(tmp_path: Path) -> None:
     assert page.read_text() == before
     with pytest.raises(ValueError, match="has no folder of a task"):
         gallery.run(tmp_path / "records" / "heat", tmp_path, page)
+
+
+def test_fresh_points_are_drawn_for_each_step() -> None:
+    task = tasks.get("poisson5d")
+    torch.manual_seed(0)
+    model = networks.JetNetwork((5, 8, 1), (1.0,) * 5)
+    train, _ = task.load(None)
+    unit = costs.unit(task, model, train)
+    method = Spec.parse("blockhf:points=fresh").start(task, model, unit, population=len(train))
+    losses = [method.update(train.take(slice(None)), spent=0.0) for _ in range(6)]
+    assert losses[-1].loss < 0.5 * losses[0].loss
+    assert losses[0].report is not None
+    assert losses[0].report.work["gradient_batch"] == 500
+    with pytest.raises(ValueError, match="none can be drawn anew"):
+        Spec.parse("blockhf:points=fresh").start(tasks.get("heat"), model, unit)
+    with pytest.raises(ValueError, match="there is fresh alone"):
+        Spec.parse("blockhf:points=new")

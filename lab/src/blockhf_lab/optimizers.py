@@ -11,6 +11,7 @@ A spec is a name and, after a colon, options with commas between them::
     paper:curvature=1200            the paper's recipe with the task's settings and blocks
     hf:curvature=1200               the same with one block
     least-squares                   BlockHF.least_squares, for tasks without noise
+    blockhf:points=fresh            new points for each step, as many as the optimizer asks for
     kernel-gn:damping=1e-6          and ssbfgs, full-lbfgs, adam-lbfgs: for such tasks too, see ``rivals``
 
 ``batch`` is the number of samples of an update, the task's large batch unless it is named; ``curvature`` the
@@ -103,7 +104,7 @@ _NAMES = {
     "adam-lbfgs": "Adam, then L-BFGS",
 }
 _OURS = ("batch", "schedule")
-_OURS_SECOND = (*_OURS, "curvature", "blocks", "without")
+_OURS_SECOND = (*_OURS, "curvature", "blocks", "without", "points")
 PARTITIONS: Mapping[str, Callable[[nn.Module], list[blocks.Group]]] = {
     "single": blocks.single,
     "module": blocks.by_module,
@@ -147,6 +148,8 @@ class Spec:
                 f"without of {self.name} is {self.options['without']!r}, but must be one of "
                 f"{', '.join(WITHOUT)}."
             )
+        if self.options.get("points", "fresh") != "fresh":
+            raise ValueError(f"points of {self.name} is {self.options['points']!r}; there is fresh alone.")
         if not self.is_available:
             return
         known = self._known()
@@ -307,7 +310,9 @@ class Spec:
         common: dict[str, Any] = {"measure_memory": False}
         if not task.is_complete:  # where the optimizer chooses for itself
             common["products"] = Auto(compile=task.compile)
-        if self.name == "blockhf":
+        if "points" in self.options and task.draw is None:
+            raise ValueError(f"{task.name} has a fixed number of samples, of which none can be drawn anew.")
+        if self.name == "blockhf" and "points" not in self.options:
             common["population"] = population
         if "curvature" in self.options:
             common["curvature_batch_size"] = self.options["curvature"]
@@ -361,6 +366,7 @@ class Method:
         self._model, self._params, self._ranks = model, list(model.parameters()), ranks
         self._unit = unit
         self._objective = task.objective(model)
+        self._draw = task.draw if "points" in spec.options else None
         self._decays = "schedule" in spec.options
         self._multiplies = spec.name in MULTIPLY
         for group in optimizer.param_groups:
@@ -372,7 +378,7 @@ class Method:
             for group in self.optimizer.param_groups:
                 group["lr"] = group["initial_lr"] * (1 + math.cos(math.pi * min(spent, 1.0))) / 2
         if isinstance(self.optimizer, BlockHF):
-            loss = self.optimizer.step(self._objective, batch)
+            loss = self.optimizer.step(self._objective, self._draw or batch)
             report = self.optimizer.report
             assert report is not None
             return Step(float(loss), self._unit.of_report(report), report)

@@ -93,6 +93,9 @@ def _complete_families(task: Task) -> dict[str, list[str]]:
         "self-scaled BFGS": ["ssbfgs"],
         "kernel Gauss-Newton": [f"kernel-gn:damping={damping}" for damping in ("1e-4", "1e-6", "1e-8")],
     }
+    if task.draw is not None:
+        found["blockhf"] = ["blockhf:points=fresh"]
+        found["blockhf, all points"] = ["blockhf"]
     if num_params > _MOST_DENSE:
         del found["self-scaled BFGS"]
     return found

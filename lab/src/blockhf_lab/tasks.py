@@ -75,6 +75,7 @@ class Task:
         race_budget: Budget of the final runs of a race, unless another is named.
         threads: Of torch, unless others are named; zero for torch's own.
         is_complete: Whether all samples, in their order, are in each update; there is no noise then.
+        draw: Draws about so many new samples by torch's generator, where the loss is an integral over them.
     """
 
     name: str
@@ -102,6 +103,7 @@ class Task:
     race_budget: str = "200ge"
     threads: int = 0
     is_complete: bool = False
+    draw: Callable[[int], Batch] | None = None
 
     @property
     def test_key(self) -> str:

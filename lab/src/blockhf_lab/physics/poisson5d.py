@@ -27,8 +27,8 @@ def residuals(model: nn.Module, points: Tensor, values: Tensor) -> Sequence[Tens
     return -jet.second[:, 0] - values, jet.value[:, 0] - values
 
 
-def draw(num_inside: int, num_edge: int, generator: torch.Generator) -> list[Kind]:
-    """Uniform points inside and on the boundary."""
+def draw(num_inside: int, num_edge: int, generator: torch.Generator | None = None) -> list[Kind]:
+    """Uniform points inside and on the boundary, by torch's own generator unless there is another."""
     inside = torch.rand(num_inside, DIMENSIONS, dtype=problem.DTYPE, generator=generator)
     edge = torch.rand(num_edge, DIMENSIONS, dtype=problem.DTYPE, generator=generator)
     which = torch.randint(DIMENSIONS, (num_edge,), generator=generator)
@@ -64,4 +64,5 @@ def task(preset: str) -> PhysicsTask:
         view=_view,
         targets=(1e-1, 1e-2, 1e-3),
         seconds=(20, 60),
+        draw=lambda number: problem.batch(draw(number - number // 5, number // 5)).take(slice(None)),
     )
