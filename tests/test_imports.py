@@ -28,7 +28,8 @@ FLOORS = [
     {"bookkeeping"},
     {"methods"},
     {"optimizer"},
-    {"fitting", "integrations"},
+    {"examination", "fitting", "integrations"},
+    {"check"},
     {"__init__"},
     {"__main__"},
 ]

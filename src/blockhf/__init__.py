@@ -2,6 +2,7 @@
 
 from blockhf import blocks, curvature
 from blockhf.blocks import Block
+from blockhf.check import CheckReport, check
 from blockhf.curvature import (
     Auto,
     Curvature,
@@ -15,6 +16,7 @@ from blockhf.curvature import (
     Products,
     Traced,
 )
+from blockhf.examination import Finding
 from blockhf.fitting import LeastSquaresResult, least_squares
 from blockhf.linalg import (
     BlockOperator,
@@ -72,6 +74,7 @@ __all__ = [
     "BlockOperator",
     "BlockReport",
     "ByCoefficient",
+    "CheckReport",
     "Choice",
     "Cholesky",
     "Closure",
@@ -86,6 +89,7 @@ __all__ = [
     "EmpiricalFisher",
     "Evaluation",
     "Factored",
+    "Finding",
     "FixedStep",
     "Formed",
     "ForwardingOperator",
@@ -123,6 +127,7 @@ __all__ = [
     "System",
     "Traced",
     "blocks",
+    "check",
     "conjugate_gradient",
     "curvature",
     "least_squares",

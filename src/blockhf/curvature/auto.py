@@ -36,7 +36,7 @@ _NODE = 400_000
 _MOST_SHAPES = 16
 """Shapes of batches for which products are added up; the oldest is forgotten."""
 
-_LONGEST_GRAPH = 1000
+LONGEST_GRAPH = 1000
 """Nodes of the loss's graph up to which tracing takes seconds; unrolled recurrences have more.
 
 They are traced only where ``compile=True`` says that the run is long.
@@ -97,7 +97,7 @@ class Auto(Products):
     ) -> BlockOperator:
         reason = state.shared.get("no_tracing", "")
         num_nodes = samples.structure.num_nodes
-        if not reason and num_nodes > _LONGEST_GRAPH and not self.compile:
+        if not reason and num_nodes > LONGEST_GRAPH and not self.compile:
             reason = f"tracing a graph of {num_nodes} nodes takes long; compile=True asks for it"
         if not reason and not self._worth_tracing(samples, num_products, state):
             operator = self._by_double_backward(curvature, samples, "tracing would not pay yet")

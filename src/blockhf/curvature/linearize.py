@@ -68,7 +68,7 @@ def linearize(
         ...     G @ torch.ones(2), G.shape
         (tensor([1., 1.]), (2, 2))
     """
-    blocks = [_block(index, group) for index, group in enumerate(groups)]
+    blocks = [as_block(index, group) for index, group in enumerate(groups)]
     if not blocks:
         raise ValueError("There are no groups. Pass the blocks, e.g. blocks.by_layer(model).")
     options: dict[str, Any] = {"reduction": reduction, "micro_batch_size": micro_batch_size}
@@ -270,7 +270,8 @@ class CurvatureMatrix(SymmetricMatrix):
         self._state.cache.clear()
 
 
-def _block(index: int, group: Mapping[str, Any]) -> Block:
+def as_block(index: int, group: Mapping[str, Any]) -> Block:
+    """The block that a parameter group is."""
     params = [item[1] if isinstance(item, tuple) else item for item in group["params"]]
     name = str(group.get("name", f"block{index}"))
     check_block(name, [(f"number {place}", param) for place, param in enumerate(params)])

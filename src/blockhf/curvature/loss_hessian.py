@@ -148,6 +148,14 @@ def separate_positions(output: Tensor, product: HessianProduct) -> int | None:
     return None
 
 
+def ties_samples(outputs: Sequence[Tensor], product: HessianProduct) -> bool:
+    """Whether the loss ties samples together, which all outputs have first."""
+    some = _probe(outputs[0].detach().flatten(1)[:, 0] if outputs[0].dim() > 1 else outputs[0].detach()) > 0
+    masks = [some.view(-1, *[1] * (output.dim() - 1)) for output in outputs]
+    images = product([_probe(output) * mask for output, mask in zip(outputs, masks, strict=True)])
+    return not _agree(*((image * mask, image) for image, mask in zip(images, masks, strict=True)))
+
+
 def _softmax(output: Tensor, probe: Tensor, image: Tensor) -> Softmax | None:
     eps = torch.finfo(output.dtype).eps
     numbers, probe, image = (factorizable(own) for own in (output, probe, image))

@@ -55,7 +55,10 @@ class Trace:
         self._sizes = [len(block.params) for block in blocks]
         recorded = self._record(curvature, objective, batch, blocks)
         values = [node.meta.get("val") for node in recorded.graph.nodes]
-        self.eps = coarsest(value for value in values if isinstance(value, Tensor))
+        tensors = [value for value in values if isinstance(value, Tensor)]
+        if any(not isinstance(size, int) for value in tensors for size in value.shape):
+            raise TracingError("the sizes of its tensors depend on their values, as with masks and nonzero()")
+        self.eps = coarsest(tensors)
         self._split(recorded, sum(self._sizes) + len(self._host.named()) + len(list(tensors_of(batch))))
         self._products: dict[tuple[int, int], Product] = {}
         self._halves: dict[int, Product] = {}

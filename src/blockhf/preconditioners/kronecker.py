@@ -376,6 +376,20 @@ def _grouped(uses: Mapping[Tensor, Sequence[Use]], blocks: Sequence[Block]) -> d
     return groups
 
 
+def parameters_with_factors(outputs: Sequence[Tensor], blocks: Sequence[Block]) -> list[int]:
+    """For each block how many of its parameters have Kronecker factors; the others have a diagonal."""
+    groups = _grouped(find_uses(outputs, [param for block in blocks for param in block.params]), blocks)
+    return [
+        sum(
+            block.params[index].numel()
+            for group in groups[block.name]
+            if group.factored
+            for index in group.members
+        )
+        for block in blocks
+    ]
+
+
 def _moments(
     use: Use, gradient: Tensor, homogeneous: bool, max_size: int
 ) -> Iterator[tuple[Tensor, Tensor, int]]:
