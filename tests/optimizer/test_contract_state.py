@@ -44,7 +44,7 @@ def told(optimizer: BlockHF) -> dict[str, Any]:
     assert optimizer.report is not None
     report = optimizer.report.to_dict()
     report["work"] = {key: value for key, value in report["work"].items() if key != "checks_flops"}
-    return {key: value for key, value in report.items() if key not in ("phases", "seconds")}
+    return {key: value for key, value in report.items() if key not in ("phases", "seconds", "hints")}
 
 
 def assert_in_step(pairs: Sequence[tuple[Task, BlockHF]], num_steps: int = 2) -> None:

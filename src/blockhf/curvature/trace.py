@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +23,7 @@ from blockhf.ledger import Ledger
 from blockhf.linalg import BlockOperator
 from blockhf.objective import Evaluation, Objective, evaluate
 from blockhf.samples import Part, Samples
+from blockhf.scalars import read
 
 if TYPE_CHECKING:
     from blockhf.compile.fused import Compiled
@@ -101,6 +103,12 @@ class Trace:
             )
         except Exception as error:  # whatever an operation without a rule for tracing may raise
             raise TracingError(in_words(error)) from error
+
+    def fingerprint(self) -> int:
+        """A number that changes with the operations and with the numbers and tensors that are constants."""
+        code = "\n".join(f"{own.op} {own.target} {own.args} {own.kwargs}" for own in self.fixed.graph.nodes)
+        constants = read([own.detach().float().sum() for own in self.fixed.buffers()])
+        return zlib.crc32(f"{code}{constants}".encode())
 
     def at(self, samples: Samples, part: Part) -> tuple[TracedPart, Tensor]:
         """The matrix on the samples of a part, and the loss there."""

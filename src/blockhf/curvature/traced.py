@@ -13,6 +13,7 @@ takes from elsewhere are part of the trace, so each step compares the loss with 
 from __future__ import annotations
 
 import time
+import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -88,26 +89,41 @@ class Traced(Products):
         if trace is None:
             with samples.ledger.once():
                 trace = self._trace(curvature, samples, part)
+            self._compare_with_saved(trace, _kind(key), state)
         traces[key] = trace  # the last used is the last to be forgotten
         if len(traces) > self.max_traces:
             del traces[next(iter(traces))]
         operator, loss = trace.at(samples, part)
         if not check:
             return operator
-        num_stale = state.shared.get("num_stale", 0)  # traces in a row
         difference, rounding = closeness(loss, samples.loss(part), trace.eps)
         if difference <= rounding or not bool(loss.isfinite()):
             if known:
                 state.shared.pop("num_stale", None)  # none, as in a run that has yet to trace
             return operator
         del traces[key]
-        if not known or num_stale >= 3:
-            raise TracingError(
-                f"the objective's loss differs from the traced one by {difference:.1e}: it depends on "
-                "something that changes from call to call besides batch, parameters and buffers"
-            )
-        state.shared["num_stale"] = num_stale + 1
+        if not known:
+            raise TracingError(_CHANGES)
+        _count_stale(state)
         return self._at(curvature, samples, part, state, check=check)
+
+    def _compare_with_saved(self, trace: Trace, kind: str, state: PolicyState) -> None:
+        """Find out, in a run that is resumed, whether the trace of before would have become stale.
+
+        That trace is gone, but what it consisted of has been saved: numbers that the objective takes from
+        elsewhere are part of it.
+        """
+        saved: dict[str, int] = state.shared.get("traced", {})
+        made: set[str] = state.cache.setdefault("made", set())  # here, so that nothing saved is asked
+        now = trace.fingerprint()
+        others = [(other, own) for other, own in saved.items() if other != kind]
+        state.shared["traced"] = dict([*others, (kind, now)][-self.max_traces :])
+        is_first = kind in saved and kind not in made
+        made.add(kind)
+        if is_first and saved[kind] == now:
+            state.shared.pop("num_stale", None)
+        elif is_first:
+            _count_stale(state)
 
     def _trace(self, curvature: Curvature, samples: Samples, part: Part) -> Trace:
         start = time.perf_counter()
@@ -152,6 +168,27 @@ class Traced(Products):
             )
             for block, found, expected in pieces:
                 _compare(block, found, expected, eps, size)
+
+
+_CHANGES = (
+    "the objective's loss differs from the recorded one: it depends on something that changes from call to "
+    "call besides batch, parameters and buffers"
+)
+
+
+def _count_stale(state: PolicyState) -> None:
+    """Count traces in a row that did not hold any more; a fourth is one too many."""
+    number = state.shared.get("num_stale", 0)
+    if number >= 3:
+        raise TracingError(_CHANGES)
+    state.shared["num_stale"] = number + 1
+
+
+def _kind(key: Any) -> str:
+    """What a trace is for, the same in another process: without the identities of parameters and modules."""
+    curvature, tensors, nesting, params, sizes, _, autocast = key
+    shapes = [rest for _, *rest in params]
+    return str(zlib.crc32(repr((curvature, tensors, nesting, shapes, sizes, autocast)).encode()))
 
 
 def _compare(block: Block, found: Tensor, expected: Tensor, eps: float, size: float = 0.0) -> None:
