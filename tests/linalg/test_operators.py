@@ -12,6 +12,8 @@ import torch
 from torch import Tensor
 
 import blockhf
+from blockhf.blocks import Block
+from blockhf.curvature.auto import _Spending
 from blockhf.curvature.double_backward import _Measured
 from blockhf.ledger import Ledger
 from blockhf.linalg import (
@@ -29,7 +31,9 @@ from blockhf.linalg import (
     Shifted,
 )
 from blockhf.meshes import SumOverRanks
+from blockhf.policy import PolicyState
 from blockhf.ranks import Alone
+from blockhf.samples import Samples
 
 
 def matrix(seed: int) -> Tensor:
@@ -209,7 +213,17 @@ WRAPPERS: dict[type[ForwardingOperator], Callable[[BlockOperator], ForwardingOpe
     CountedProducts: CountedProducts,
     SumOverRanks: lambda inner: SumOverRanks(inner, Alone(), torch.device("cpu")),
     _Measured: lambda inner: _Measured(inner, inner.num_bytes, Ledger(), ()),
+    _Spending: lambda inner: _Spending(inner, two_numbers(), PolicyState()),
 }
+
+
+def two_numbers() -> Samples:
+    """An objective, so that there is something to count."""
+    weights = torch.nn.Parameter(torch.ones(2))
+    own = [Block(name, (weights,)) for name in ("first", "second")]
+    return Samples(lambda batch: (batch * weights, (batch * weights).sum()), torch.ones(3, 2), own)
+
+
 QUESTIONS: dict[str, Callable[[BlockOperator], object]] = {
     "sizes": lambda operator: operator.sizes,
     "product": lambda operator: operator.product(0, 1, V[:2]),
@@ -238,8 +252,6 @@ def test_the_table_has_every_wrapper_and_every_ability() -> None:
             importlib.import_module(module.name)
     assert set(wrappers()) == set(WRAPPERS)
     public = {name for name, _ in inspect.getmembers(BlockOperator) if not name.startswith("_")}
-    public -= {"is_stored"}  # it asks for two others, and is overridden nowhere
-    assert all("is_stored" not in vars(wrapper) for wrapper in wrappers())
     assert public == set(QUESTIONS)
     # What a wrapper does not override has to be that of the matrix inside, and not the default.
     assert public <= set(vars(ForwardingOperator))
@@ -254,8 +266,9 @@ def test_a_wrapper_loses_no_ability(
     expected, actual = QUESTIONS[ability](Able()), QUESTIONS[ability](wrap(inner))
     torch.testing.assert_close(actual, expected) if isinstance(actual, Tensor) else None
     assert repr(actual) == repr(expected)
-    # _Measured makes several products one by one, so that each is counted.
-    if ability not in ("sizes", "product") and not (wrap is WRAPPERS[_Measured] and ability == "products"):
+    # Two make several products one by one, so that each is counted.
+    singly = ability == "products" and wrap in (WRAPPERS[_Measured], WRAPPERS[_Spending])
+    if ability not in ("sizes", "product") and not singly:
         assert ability in inner.used
 
 
