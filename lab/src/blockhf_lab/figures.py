@@ -65,7 +65,7 @@ def race(curves: Sequence[Curve], *, title: str, physics: Sequence[Curve] = ()) 
     for axes in (by_updates, by_seconds):
         axes.grid(color="#dddddd", linewidth=0.6)
         axes.spines[["top", "right"]].set_visible(False)
-    by_seconds.legend(frameon=False, handlelength=3.2)
+    _legend(figure, by_seconds)
     for axes in third:
         _by_orders(axes, physics)
     _head(figure, title)
@@ -210,6 +210,14 @@ def _head(figure: Figure, title: str) -> None:
     figure.suptitle(textwrap.fill(title, width=int(12 * figure.get_figwidth())), fontsize=11)
 
 
+def _legend(figure: Figure, axes: Axes) -> None:
+    """The legend of a panel, below all panels."""
+    handles, labels = axes.get_legend_handles_labels()
+    figure.legend(
+        handles, labels, loc="outside lower center", ncols=3, fontsize=8, handlelength=3, frameon=False
+    )
+
+
 def _title(specs: Sequence[Spec]) -> str:
     return " and ".join(dict.fromkeys(spec.kind for spec in specs))
 
@@ -241,8 +249,8 @@ def draw_alone(compared: Comparison, panel: Panel) -> Figure:
 
 
 def _below(panel: Panel) -> float:
-    """Inches for the legend below a panel that has no room for it among its curves."""
-    return 0.17 * len(panel.curves) if len(panel.curves) > 5 else 0.0
+    """Inches for the legend below a panel, where it covers no curve."""
+    return 0.17 * len(panel.curves)
 
 
 def _draw(panel: Panel, axes: Axes, looks: dict[str, Any]) -> None:
@@ -272,10 +280,7 @@ def _draw(panel: Panel, axes: Axes, looks: dict[str, Any]) -> None:
     axes.grid(color=_FAINT, linewidth=0.6)
     axes.spines[["top", "right"]].set_visible(False)
     if panel.curves:
-        beside: dict[str, Any] = (
-            {"loc": "upper left", "bbox_to_anchor": (0.0, -0.18)} if _below(panel) else {}
-        )
-        axes.legend(fontsize=8, handlelength=3, framealpha=0.0, **beside)
+        axes.legend(fontsize=8, handlelength=3, framealpha=0.0, loc="upper left", bbox_to_anchor=(0.0, -0.18))
 
 
 # Plans
@@ -309,7 +314,7 @@ def scaling(found: Sequence[tuple[str, plan.Scaling]], *, title: str) -> Figure:
     panels[0].yaxis.set_major_locator(LogLocator(subs=(1.0,)))
     panels[0].yaxis.set_major_formatter(FuncFormatter(_plain))
     panels[0].yaxis.set_minor_formatter(NullFormatter())
-    panels[0].legend(fontsize=8, handlelength=3, framealpha=0.0)
+    _legend(figure, panels[0])
     _head(figure, title)
     return figure
 
