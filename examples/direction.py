@@ -33,14 +33,15 @@ RATES = {
 }
 
 
-def draw(num_samples: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+def draw(num_samples: int, generator: torch.Generator, *, mixed: bool) -> tuple[Tensor, Tensor]:
     """A smooth function of 20 signals of very different scales, of which mixtures are seen."""
     signals = torch.randn(num_samples, 20, generator=generator)
     fixed = torch.Generator().manual_seed(5)
     hidden = torch.tanh(signals @ torch.randn(20, 8, generator=fixed) / 3)
     targets = hidden @ torch.randn(8, 4, generator=fixed)
     mixture, _ = torch.linalg.qr(torch.randn(20, 20, generator=fixed))
-    return signals * torch.logspace(-2, 0, 20) @ mixture, targets
+    seen = signals * torch.logspace(-2, 0, 20)
+    return seen @ mixture if mixed else seen, targets
 
 
 def train(
@@ -60,7 +61,7 @@ def train(
     follower = FOLLOWERS[name](model.parameters(), lr)
     start, num_steps = time.process_time(), 0
     while time.process_time() - start < arguments.seconds and num_steps != arguments.steps:
-        batch = draw(arguments.samples, generator)
+        batch = draw(arguments.samples, generator, mixed=arguments.mixed)
         if preconditioned:
             newton.direction(objective, batch)
         else:
@@ -70,7 +71,7 @@ def train(
         num_steps += 1
     seconds = time.process_time() - start
     with torch.no_grad():
-        loss = float(objective(draw(2000, torch.Generator().manual_seed(2)))[1])
+        loss = float(objective(draw(2000, generator.manual_seed(2), mixed=arguments.mixed))[1])
     return loss if loss == loss else float("inf"), num_steps, seconds
 
 
@@ -79,6 +80,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     parser.add_argument("--seconds", type=float, default=2.0, help="of the processor, for each run")
     parser.add_argument("--steps", type=int, default=-1, help="as many at most; -1 sets no limit")
     parser.add_argument("--samples", type=int, default=1000)
+    parser.add_argument("--unmixed", dest="mixed", action="store_false", help="signals that are scaled alone")
     parser.add_argument("--width", type=int, default=64)
     arguments = parser.parse_args(argv)
     found: dict[str, Any] = {}

@@ -50,7 +50,7 @@ def test_the_page_on_trainers_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     page = Path(__file__).parents[2] / "docs" / "howto" / "trainers.md"
     names: dict[str, Any] = {"__name__": "page"}
     found = re.findall(r"^```python\n(.*?)^```", page.read_text(), flags=re.DOTALL | re.MULTILINE)
-    assert len(found) == 5
+    assert len(found) == 6
     for code in found:
         exec(compile(code, str(page), "exec"), names)
 
