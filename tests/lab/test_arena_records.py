@@ -91,6 +91,10 @@ def test_targets_are_the_best_peers_losses_after_shares_of_its_budget() -> None:
     derived = tuned.derive(found, "search 0.2")["friedman"]
     assert derived["targets"] == [4.04, 2.02, 1.01]
     assert derived["from"] == "adamw:lr=0.1"
+    flat = tuned.derive([*found[:1], record("adamw:lr=0.1", [8.0, 2.0])], "search 0.2")["friedman"]
+    assert flat["targets"] == [2.227, 2.121, 2.02]  # a run that is at its end at once
+    flat = tuned.derive([*found[:1], record("adamw:lr=0.1", [8.0] * 11)], "search 0.2")["friedman"]
+    assert flat["targets"][-1] == 7.6  # one that goes nowhere
     kept = tuned.merge({"friedman": {"targets": [3.0]}}, {"friedman": derived})["friedman"]
     assert (kept["targets"], kept["settings"]) == ([3.0], derived["settings"])
 

@@ -12,6 +12,8 @@ DEFAULT = "blockhf"
 """The library's default, which has nothing to search."""
 
 NAMES = (DEFAULT, "K-FAC", "Adam", "AdamW", "SGD, Nesterov", "Muon", "SOAP", "L-BFGS")
+UNTUNED = {DEFAULT: "blockhf", "K-FAC": "blockhf:solver=Precondition"}
+"""What families run with where nothing was searched for; K-FAC then has the default's damping."""
 SHARED = {"Adam": "AdamW"}
 """Families that take the setting of another one's search, as they differ in weight decay alone."""
 _DAMPINGS = ("ByCoefficient", 1e-5, 1e-4, 1e-3, 3e-3, 1e-2, 1e-1, 1)

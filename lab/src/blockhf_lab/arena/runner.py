@@ -78,8 +78,7 @@ def run(plan: Plan, tell: Callable[[str], None] = print) -> None:
     for name in plan.tasks:
         for family in plan.families:
             optimizer = chosen.get(name, {}).get(family) or tuned.setting(name, family)
-            if family == families.DEFAULT:
-                optimizer = family
+            optimizer = optimizer or families.UNTUNED.get(family)
             if optimizer is None:
                 if families.settings(tasks.get(name), family):
                     tell(f"{name}: {family} is left out; no setting of it was searched for.")

@@ -2,7 +2,8 @@
 
 ``python -m blockhf_lab.arena.tuned FOLDER`` derives both: of each family the setting whose loss came lowest
 in the search, and as targets what the best tuned peer reached after a tenth, a third and all of its budget
-with seed 0, rounded up by 1 %. ``blockhf`` and K-FAC have no part in the targets.
+with seed 0, plus 1 %; each at most 95 % of the loss at the start and 5 % from the next.
+``blockhf`` and K-FAC have no part in the targets.
 """
 
 from __future__ import annotations
@@ -79,13 +80,21 @@ def derive(found: Sequence[Record], stage: str) -> dict[str, Any]:
         result[task] = {"settings": {name: settings[name] for name in families.NAMES if name in settings}}
         if peers:
             best = min(peers, key=lambda record: record.best())
-            losses = [best.best(share * best.budget) for share in SHARES]
             result[task] |= {
-                "targets": [float(f"{1.01 * loss:.4g}") for loss in losses],
+                "targets": _targets(best),
                 "from": best.optimizer,
                 "seconds": best.budget,
             }
     return {name: result[name] for name in tasks.TASKS if name in result}
+
+
+def _targets(run: Record) -> list[float]:
+    """The losses of a run after shares of its budget, plus 1 %; below the start, and 5 % apart."""
+    found: list[float] = []
+    for share in reversed(SHARES):
+        loss = min(1.01 * run.best(share * run.budget), 0.95 * run.points[0].loss)
+        found.insert(0, max(loss, 1.05 * found[0]) if found else loss)
+    return [float(f"{loss:.4g}") for loss in found]
 
 
 def _final(record: Record) -> float:
