@@ -90,3 +90,41 @@ def test_residuals_that_are_not_finite_are_a_status() -> None:
     result = blockhf.least_squares(lambda: point.log() * torch.ones(2, dtype=torch.float64), [point])
     assert not result.success
     assert result.status == "the residuals are not finite"
+
+
+def test_more_parameters_than_residuals_are_fitted_by_the_shortest_steps() -> None:
+    torch.manual_seed(0)
+    matrix = torch.randn(3, 7, dtype=torch.float64)
+    weights, shift = (torch.zeros(size, dtype=torch.float64, requires_grad=True) for size in (5, 2))
+    target = torch.tensor([1.0, -2.0, 0.5], dtype=torch.float64)
+    result = blockhf.least_squares(lambda: matrix @ torch.cat([weights, shift]) - target, [weights, shift])
+    assert result.success, result.status
+    assert result.cost < 1e-28
+    assert [param.shape for param in result.params] == [(5,), (2,)]
+
+
+def test_numbers_of_single_precision_end_at_their_rounding() -> None:
+    point = torch.tensor([-1.2, 1.0], requires_grad=True)
+    result = blockhf.least_squares(lambda: rosenbrock(point), [point])
+    assert result.success, result.status
+    torch.testing.assert_close(point.detach(), torch.ones(2), atol=1e-5, rtol=0)
+
+
+def test_scales_of_parameters_and_residuals_do_not_matter() -> None:
+    steps = []
+    for unit, scale in ((1.0, 1.0), (1e-6, 1e8)):
+        point = torch.tensor([500.0, 1e-4 * unit], dtype=torch.float64, requires_grad=True)
+
+        def residuals(point: Tensor = point, unit: float = unit, scale: float = scale) -> Tensor:
+            return scale * saturation(torch.stack([point[0], point[1] / unit]))
+
+        result = blockhf.least_squares(residuals, [point])
+        assert result.success, result.status
+        assert point.tolist()[0] == pytest.approx(240, rel=1e-2)
+        steps.append(result.num_steps)
+    assert abs(steps[0] - steps[1]) <= 1  # rounding may decide about the last
+
+
+def test_parameters_that_cannot_be_fitted_are_refused() -> None:
+    with pytest.raises(ValueError, match="must be leaf tensors that require gradients"):
+        blockhf.least_squares(lambda: torch.zeros(2), [torch.zeros(2)])
