@@ -83,7 +83,8 @@ def test_the_library_depends_on_torch_alone(library: dict[str, str]) -> None:
 def test_the_lab_holds_the_digits(lab: dict[str, str]) -> None:
     digits = {f"blockhf_lab/digits/{name}" for name in ("README.md", *SHA256)}
     held = {name for name in lab if ".dist-info/" not in name}
-    assert held == modules(ROOT / "lab") | digits | {"blockhf_lab/py.typed"}
+    tables = {f"blockhf_lab/{name}.json" for name in ("arena/tuned", "nist/problems")}
+    assert held == modules(ROOT / "lab") | digits | tables | {"blockhf_lab/py.typed"}
     assert metadata(lab, "licenses/LICENSE") == (ROOT / "LICENSE").read_text()
 
 
