@@ -525,3 +525,13 @@ def test_runs_are_found_below_folders(tmp_path: Path) -> None:
     (tmp_path / "c").mkdir()
     with pytest.raises(ValueError, match="There is no run in"):
         runs.find([tmp_path / "c"])
+
+
+def test_a_run_of_a_former_name_goes_on(tmp_path: Path) -> None:
+    finished(tmp_path, config("paper:curvature=30", budget="2updates"))
+    path = tmp_path / "config.json"
+    path.write_text(path.read_text().replace('"paper:curvature=30"', '"block-hf:curvature=30"'))
+    assert '"block-hf' in path.read_text()
+    with runs.Run(config("block-hf:curvature=30", budget="3updates"), tmp_path, DATA, resume=True) as run:
+        assert runs.train(run) == "finished"
+    assert run.progress.update == 3
