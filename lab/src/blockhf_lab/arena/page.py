@@ -225,11 +225,14 @@ def curves(arena: Arena) -> Figure:
                 points = [point for point in record.points[1:] if math.isfinite(point.loss)]
                 along = [point.seconds for point in points], [point.loss for point in points]
                 width = 2.2 if family == families.DEFAULT else 1.1
-                (labels[family],) = panel.plot(*along, color=_COLORS[family], linewidth=width)
+                marker = "o" if len(points) == 1 else None
+                color = _COLORS[family]
+                (labels[family],) = panel.plot(*along, marker=marker, ms=4, color=color, linewidth=width)
         for target in arena.targets.get(name, ()):
             panel.axhline(target, color="#d9d9d9", linewidth=0.8, zorder=0)
         panel.set(xscale="log", yscale="log", title=name)
-        figures.plain_ticks(panel)
+        low, high = panel.get_ylim()
+        figures.plain_ticks(panel, (1, 2, 5) if high < 500 * low else (1,))
         panel.tick_params(labelsize=7)
         _tidy(panel)
     for place, panel in enumerate(panels):
