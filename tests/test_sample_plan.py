@@ -60,8 +60,8 @@ def chosen(number: int, held_out: int, wanted: int, *, signal: bool = True, **op
     ("held_out", "wanted", "signal", "expected"),
     [
         pytest.param(1000, 2000, True, 2000, id="as many as are wanted"),
-        pytest.param(1000, 100, True, 600, id="no fewer than 600"),
-        pytest.param(9800, 100, True, 200, id="nor more than there are left"),
+        pytest.param(1000, 100, True, 100, id="be they few"),
+        pytest.param(9800, 300, True, 200, id="no more than there are left"),
         pytest.param(1000, 20_000, True, 9000, id="all but those held out"),
         pytest.param(0, 2000, True, 10_000, id="all where noise does not show"),
         pytest.param(0, 2000, False, 2000, id="as many as are wanted of one who does not ask for noise"),
@@ -72,6 +72,11 @@ def test_the_gradient_takes_what_the_sampling_wants_where_noise_shows(
 ) -> None:
     sizes = chosen(10_000, held_out, wanted, signal=signal)
     assert sizes == Sizes(gradient=expected, curvature=expected, held_out=held_out, seen=0)
+
+
+def test_a_sample_of_many_predictions_counts_as_the_root_of_their_number() -> None:
+    sizes = chosen(10_000, 512, 1024, curvature_batch_size=0.03, positions=64)
+    assert sizes == Sizes(gradient=128, curvature=75, held_out=64)
 
 
 def test_without_a_search_nothing_is_held_out_and_the_gradient_takes_all() -> None:

@@ -31,6 +31,10 @@ class Work:
     num_linearizations: int = 0
 
 
+class Shapes(tuple[tuple[int, ...], ...]):
+    """Of the tensors of a batch, each with the samples first."""
+
+
 class Ledger:
     """Adds up the operations of a step. Each kind of work is counted the first time it is done.
 
@@ -55,6 +59,7 @@ class Ledger:
         self._scope = 0
         self._scopes: dict[Hashable, int] = {}
         self._known: dict[Hashable, int] = {}
+        self._lines: dict[Hashable, _Line] = {}
         self._inside = False
         self._num_once = 0
 
@@ -70,6 +75,11 @@ class Ledger:
         """Operations of all kinds of work in this step."""
         return sum(self.totals.values())
 
+    @property
+    def repeated(self) -> int:
+        """Those that a step like this one takes again: without checks."""
+        return self.total - self.totals.get("checks", 0)
+
     def add(self, kind: str, flops: int) -> None:
         self.totals[kind] = self.totals.get(kind, 0) + flops
 
@@ -77,7 +87,7 @@ class Ledger:
         """For the report: passes, samples and operations; those of checks are not in the total."""
         return {
             **asdict(self.work),
-            "flops": self.total - self.totals.get("checks", 0),
+            "flops": self.repeated,
             **{f"{kind}_flops": flops for kind, flops in self.totals.items()},
         }
 
@@ -115,18 +125,73 @@ class Ledger:
             yield
             return
         place = (kind, key, self._scope)
+        flops = self._known.get(place)
+        line, size = self._line(kind, key)
+        if flops is None and line is not None:
+            flops = line.at(size)
         self._inside = True
         try:
-            if place in self._known:
+            if flops is not None:
                 yield
             else:
                 with Counter() as counter:
                     yield
-                self._known[place] = counter.flops
+                flops = counter.flops
+                if line is not None:
+                    line.note(size, flops)
         finally:
             self._inside = False
-        self.add(kind, self._known[place])
+        self._known[place] = flops
+        self.add(kind, flops)
+
+    def _line(self, kind: str, key: tuple[Hashable, ...]) -> tuple[_Line | None, int]:
+        """How the cost of a kind of work grows with the samples, if its key has shapes with samples first."""
+        sizes = {size for shape in _shapes(key) for size in shape[:1]}
+        if len(sizes) != 1:
+            return None, 0
+        place = (kind, _without_sizes(key), self._scope)
+        return self._lines.setdefault(place, _Line()), sizes.pop()
 
     def known(self, kind: str, *key: Hashable) -> int | None:
         """The operations of a kind of work, if it was done before."""
         return self._known.get((kind, key, self._scope))
+
+
+class _Line:
+    """How a cost grows with the number of samples, once counts have shown that it is along a line.
+
+    Numbers of samples change from step to step, and counting is dear. Three counts on a line are enough to go
+    by it; where they are on none, each new number is counted. So what is found does not depend on which
+    numbers came first, and a resumed run finds the same.
+    """
+
+    def __init__(self) -> None:
+        self._counts: dict[int, int] = {}
+
+    def note(self, size: int, flops: int) -> None:
+        if len(self._counts) < 3:
+            self._counts[size] = flops
+
+    def at(self, size: int) -> int | None:
+        """The cost for so many samples, if it is known to be on a line."""
+        if len(self._counts) < 3:
+            return None
+        (n, a), (m, b), (k, c) = self._counts.items()
+        if (b - a) * (k - n) != (c - a) * (m - n):
+            return None
+        return a + (b - a) * (size - n) // (m - n)
+
+
+def _shapes(key: Hashable) -> Iterator[tuple[int, ...]]:
+    """The shapes of a batch's tensors in a key, wherever they are."""
+    if isinstance(key, Shapes):
+        yield from key
+    elif isinstance(key, tuple):
+        for own in key:
+            yield from _shapes(own)
+
+
+def _without_sizes(key: Hashable) -> Hashable:
+    if isinstance(key, Shapes):
+        return tuple(shape[1:] for shape in key)
+    return tuple(map(_without_sizes, key)) if isinstance(key, tuple) else key

@@ -12,7 +12,7 @@ from blockhf.bookkeeping import BlockOptimizer
 from blockhf.curvature import Auto, Curvature, Factored, GaussNewton
 from blockhf.linalg import Cholesky, ConjugateGradient
 from blockhf.options import PLAN
-from blockhf.plan import Batch, why_complete
+from blockhf.plan import FEW_SAMPLES, Batch, why_complete
 from blockhf.points import draw
 from blockhf.policies import (
     AllSamples,
@@ -92,7 +92,8 @@ class NamedMethods(BlockOptimizer):
         memory, again = self._memory, False
         num_samples = None if batch is None else batch_size(batch)
         is_drawn = memory.get("is_drawn", False)
-        if batch is not None and not is_drawn and self.population is None and not memory.get("differs"):
+        few = num_samples is not None and num_samples <= FEW_SAMPLES and not is_drawn
+        if few and self.population is None and not memory.get("differs"):
             again = (number := fingerprint(batch)) is not None and number == memory.get("fingerprint")
             memory.update(differs="fingerprint" in memory and not again, fingerprint=number)
         reason = why_complete(

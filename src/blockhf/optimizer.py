@@ -46,7 +46,7 @@ from blockhf.policies import (
 )
 from blockhf.preconditioners import Kronecker, Preconditioner
 from blockhf.report import Stopwatch
-from blockhf.samples import Samples
+from blockhf.samples import Samples, Structure, look_at
 from blockhf.update import Update
 
 
@@ -125,7 +125,7 @@ class BlockHF(NamedMethods):
         *,
         lr: float = 1.0,
         damping: float | DampingRule | None = None,
-        max_cg_steps: int = 5,
+        max_cg_steps: int = 3,
         cg_rtol: float = 1e-6,
         cg_progress: float = 0.0,
         warm_start: float = 0.0,
@@ -280,12 +280,14 @@ class BlockHF(NamedMethods):
         operator = stack.enter_context(point.linearize(budget))
         if isinstance(operator, Shifted):  # by weight decay, which goes with the damping here
             operator = operator.operator
-        update.check_first(operator, mine)
+        relative = self.damping.is_relative
+        update.check_first(operator, mine, relative=relative)
         operator = CountedProducts(operator)
-        dampings = update.dampings(operator, mine, relative=self.damping.is_relative)
+        state, measured = self.policy_state["preconditioner"], (point.samples, self.curvature, operator)
+        diagonals = self.preconditioner.mean_diagonals(*measured, state) if relative else None
+        dampings = update.dampings(operator, mine, diagonals)
         dampings = [own + decay for own, decay in zip(dampings, point.decays, strict=True)]
-        state = self.policy_state["preconditioner"]
-        inverses = self.preconditioner.prepare(point.samples, self.curvature, operator, dampings, state)
+        inverses = self.preconditioner.prepare(*measured, dampings, state)
         return [
             System(
                 operator=operator,
@@ -329,7 +331,9 @@ class BlockHF(NamedMethods):
         structure, scope = self.structures.of(objective)
         self.ledger.begin(scope)
         complete = self._adopt(batch, curvature_batch, structure) if searches else ""
-        plan = self._plan(blocks, batch, curvature_batch, searches=searches)
+        if searches and self.sampling.needs_signal and batch is not None:
+            look_at(objective, batch, blocks, structure, self.ledger)
+        plan = self._plan(blocks, batch, curvature_batch, structure, searches=searches)
         plan = replace(plan, complete=complete)
         linearizer = Linearizer(self.curvature, self.products, self.policy_state["products"])
 
@@ -359,7 +363,15 @@ class BlockHF(NamedMethods):
             watch=Stopwatch(blocks[0].params[0].device, memory=self.measure_memory),
         )
 
-    def _plan(self, blocks: Sequence[Block], batch: Any, curvature_batch: Any, *, searches: bool) -> Plan:
+    def _plan(
+        self,
+        blocks: Sequence[Block],
+        batch: Any,
+        curvature_batch: Any,
+        structure: Structure,
+        *,
+        searches: bool,
+    ) -> Plan:
         check_curvature_batch(batch, curvature_batch)
         check_kinds(batch, self.micro_batch_size, is_alone=self.mesh.is_alone)
         numbers = [0 if given is None else batch_size(given) for given in (batch, curvature_batch)]
@@ -376,6 +388,7 @@ class BlockHF(NamedMethods):
             largest_block=max(block.size for block in blocks),
             population=self.population,
             searches=searches,
+            positions=structure.num_positions,
         )
         seed = self.seed + 1 + self.policy_state["plan"].shared.get("num_updates", 0)
         return draw_plan(sizes, wanted, seed, None if curvature_batch is None else given)

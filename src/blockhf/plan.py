@@ -8,6 +8,7 @@ any number of processes, and a batch in any order will do.
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -20,7 +21,7 @@ from blockhf.policies import Sampling, Search
 from blockhf.policy import State
 
 FEWEST_SAMPLES = 600
-"""Neither gradient nor, where a share is asked for, curvature is taken from fewer, if there are as many."""
+"""Where a share is asked for, curvature is taken from no fewer, if the gradient has as many."""
 
 FEW_SAMPLES = 5000
 """Up to so many samples a batch that is all there is has all of them taken for everything at each step."""
@@ -169,8 +170,12 @@ def choose_sizes(
     largest_block: int,
     population: int | None = None,
     searches: bool = True,
+    positions: int = 1,
 ) -> Sizes:
     """Decide how many samples are taken for what.
+
+    A sample of several predictions, like a sequence, tells more than one of a single prediction, and less
+    than as many, as they are alike: for sizes it counts as the square root of their number.
 
     Args:
         num_available: Samples of all ranks.
@@ -181,20 +186,23 @@ def choose_sizes(
         largest_block: The parameters of the largest block.
         population: How many samples there are in all, where that is known.
         searches: Whether the search is asked at all.
+        positions: Predictions of a sample.
     """
-    num_held_out = 0
+    num_held_out, weight = 0, math.sqrt(positions)
+    counted = int(num_available * weight)
     if population is not None and num_available > population:
         raise ValueError(
             f"population is {population}, but the batch alone has {num_available} samples. Pass the number "
             "of all samples that batches are drawn from, len(dataset), or None."
         )
     if searches:
-        num_held_out = search.num_held_out(num_available, sampling.size(num_available, state))
+        num_held_out = math.ceil(search.num_held_out(counted, sampling.size(counted, state)) / weight)
     number = num_available - num_held_out
     if num_held_out > 0 or not sampling.needs_signal:
-        number = max(sampling.size(number, state), min(FEWEST_SAMPLES, number))
+        number = min(math.ceil(sampling.size(int(number * weight), state) / weight), number)
     seen = 0 if population is None else min(num_held_out, number)
-    return Sizes(number, curvature_samples(curvature_batch_size, number, largest_block), num_held_out, seen)
+    curvature = curvature_samples(curvature_batch_size, number, largest_block, positions)
+    return Sizes(number, curvature, num_held_out, seen)
 
 
 def draw_plan(sizes: Sequence[int], wanted: Sizes, seed: int, given: Sequence[int] | None = None) -> Plan:
@@ -230,7 +238,9 @@ def draw_plan(sizes: Sequence[int], wanted: Sizes, seed: int, given: Sequence[in
     return Plan(gradient, curvature, held_out, seen if wanted.seen else None, given is not None)
 
 
-def curvature_samples(wanted: int | float | None, num_gradient: int, largest_block: int) -> int:
+def curvature_samples(
+    wanted: int | float | None, num_gradient: int, largest_block: int, positions: int = 1
+) -> int:
     """How many samples the curvature is taken from.
 
     A share is rounded to a multiple of 600, or of 300 where all blocks are small, as products are traced, and
@@ -243,5 +253,6 @@ def curvature_samples(wanted: int | float | None, num_gradient: int, largest_blo
         return num_gradient
     if isinstance(wanted, float):
         unit = FEWEST_SAMPLES // 2 if largest_block <= SMALL_BLOCK else FEWEST_SAMPLES
+        unit = math.ceil(unit / math.sqrt(positions))
         wanted = max(round(wanted * num_gradient / unit), 1) * unit
     return min(wanted, num_gradient)

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from blockhf.batches import Share, batch_size, take, tensors_of
 from blockhf.blocks import Block
 from blockhf.isolation import IsolatedBuffers, RandomState, frozen, twice_differentiable
-from blockhf.ledger import Ledger
+from blockhf.ledger import Ledger, Shapes
 from blockhf.objective import (
     Evaluation,
     Objective,
@@ -35,6 +35,9 @@ from blockhf.scalars import read
 
 NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 """Layers in whose training samples see each other, and which keep statistics of them."""
+
+LARGE_BATCH = 256
+"""Samples above which it matters how many are taken for what."""
 
 DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
 """Layers that draw random numbers in training."""
@@ -61,9 +64,9 @@ class Part:
     like: Part | None = None
 
     @property
-    def shapes(self) -> tuple[tuple[int, ...], ...]:
+    def shapes(self) -> Shapes:
         """Of the tensors of the batch; what an evaluation costs goes by them."""
-        return tuple(tuple(tensor.shape) for tensor in tensors_of(self.batch))
+        return Shapes(tuple(tensor.shape) for tensor in tensors_of(self.batch))
 
 
 @dataclass
@@ -76,6 +79,7 @@ class Structure:
         num_outputs: Outputs of a sample.
         num_tensors: Tensors of outputs.
         hides_outputs: Whether some of them cannot be told from other tensors without a graph to parameters.
+        num_positions: Predictions of a sample: places in a sequence or a picture.
         num_nodes: Operations in the graph of the loss.
         is_checked: Whether its first step has been looked at.
     """
@@ -85,6 +89,7 @@ class Structure:
     num_outputs: int = 0
     num_tensors: int = 0
     hides_outputs: bool = False
+    num_positions: int = 1
     num_nodes: int = 0
     is_checked: bool = False
     _kinds: dict[frozenset[Tensor], str] = field(default_factory=dict)
@@ -105,7 +110,9 @@ class Structure:
         inner = [inner for module in called for inner in module.modules()]
         self.modules = list(dict.fromkeys([*inner, *self.referenced]))
         self.num_tensors = len(evaluation.outputs)
-        self.num_outputs = sum(map(Tensor.numel, evaluation.outputs)) // (evaluation.num_samples or 1)
+        number = evaluation.num_samples or 1
+        self.num_outputs = sum(map(Tensor.numel, evaluation.outputs)) // number
+        self.num_positions = max((_positions(own, number) for own in evaluation.outputs), default=1)
         self.num_nodes = num_nodes(evaluation)
 
     def kind_of(self, block: Block) -> str:
@@ -124,6 +131,13 @@ class Structure:
         Modules without parameters and buffers, such as losses, may be made anew in each call.
         """
         return tuple(map(_mode, self.modules))
+
+
+def _positions(output: Tensor, num_samples: int) -> int:
+    """Predictions of a sample, taken for vectors in the output's last dimension, or its second, if any."""
+    if output.dim() < 2 or len(output) % num_samples:
+        return 1
+    return max(1, output.numel() // num_samples // max(output.shape[-1], output.shape[1]))
 
 
 def _mode(module: nn.Module) -> Hashable:
@@ -374,3 +388,19 @@ class Samples:
             if not self._structure.is_known and evaluation.loss.requires_grad:
                 self._structure.note(evaluation, buffers.modules)
         return evaluation
+
+
+def look_at(
+    objective: Objective, batch: Any, blocks: Sequence[Block], structure: Structure, ledger: Ledger
+) -> None:
+    """Run an objective of which nothing is known on two samples of a large batch, which leaves no trace.
+
+    How many samples are taken for what depends on what a sample is; of a small batch all are taken.
+    """
+    if structure.is_known or batch_size(batch) <= LARGE_BATCH:
+        return
+    few = Samples(
+        objective, take(batch, 0, min(2, batch_size(batch))), blocks, structure=structure, ledger=ledger
+    )
+    with RandomState(few.devices).replayed():
+        assert few.structure is structure

@@ -99,18 +99,26 @@ class Update:
     def blocks(self) -> Sequence[Block]:
         return self.point.blocks
 
-    def dampings(self, operator: BlockOperator, mine: Sequence[int], *, relative: bool) -> list[float]:
+    def dampings(
+        self, operator: BlockOperator, mine: Sequence[int], diagonals: Sequence[Tensor | None] | None
+    ) -> list[float]:
         """What is added to the diagonals of some blocks.
 
         Args:
             operator: The curvature of these blocks.
             mine: Which blocks these are.
-            relative: Whether the groups' values count in means of the diagonals.
+            diagonals: Where the groups' values count in means of the diagonals, these means as far as they
+                are known; ``None`` where the values count as they are.
         """
         values = [float(self.groups[index]["damping"]) for index in mine]
-        if not relative:
+        if diagonals is None:
             return values
-        scales = [operator.mean_diagonal(place, self.gradient[index]) for place, index in enumerate(mine)]
+        known = read([own for own in diagonals if own is not None]) if diagonals else []
+        numbers = iter(number for (number,) in known)
+        scales = [
+            operator.mean_diagonal(place, self.gradient[index]) if diagonals[place] is None else next(numbers)
+            for place, index in enumerate(mine)
+        ]
         decays = [self.point.decays[index] for index in mine]
         return [value * (abs(scale) + own) for value, scale, own in zip(values, scales, decays, strict=True)]
 
@@ -136,12 +144,13 @@ class Update:
             self.warnings.append(what)
             warnings.warn(f"{what[0].upper()}{what[1:]}.", stacklevel=4)
 
-    def check_first(self, operator: BlockOperator, mine: Sequence[int]) -> None:
+    def check_first(self, operator: BlockOperator, mine: Sequence[int], *, relative: bool) -> None:
         """At an objective's first step, look for what would go wrong in silence.
 
         Args:
             operator: The curvature of some blocks, without penalties.
             mine: Which blocks these are.
+            relative: Whether damping is relative to the curvature, and so never too large for it.
         """
         samples = self.point.samples
         if not samples.structure.is_checked:
@@ -156,7 +165,7 @@ class Update:
                     wrong_with_curvature(
                         operator,
                         gradient,
-                        min(float(group["damping"]) for group in self.groups),
+                        0.0 if relative else min(float(group["damping"]) for group in self.groups),
                         self.value,
                     )
                 )
@@ -261,7 +270,8 @@ class Update:
         number = self.plan.num_gradient
         rest = (everything - checks - number * per_sample) / per_sample if per_sample else 0.0
         signal = None if self.choice is None else self.choice.signal
-        return StepCost(number, signal, rest, self.population or math.inf)
+        weight = math.sqrt(self.point.samples.structure.num_positions)  # as in the plan
+        return StepCost(round(number * weight), signal, rest * weight, (self.population or math.inf) * weight)
 
     def report(
         self, step: int, *, accepted: bool, traffic: dict[str, int], hints: Sequence[str] = ()

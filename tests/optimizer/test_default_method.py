@@ -214,6 +214,8 @@ def test_held_out_samples_are_neither_in_the_gradient_nor_in_the_curvature() -> 
         calls.clear()
         optimizer.step(objective, inputs)
         assert optimizer.report is not None
+        if len(calls[0]) == 2:  # a look at what a sample is, once
+            del calls[0]
         seen, held_out = calls[0], calls[-1]
         assert len(seen) == optimizer.report.work["gradient_batch"]
         assert len(held_out) == 50

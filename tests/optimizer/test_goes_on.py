@@ -123,7 +123,7 @@ def test_an_enormous_lr_leaves_finite_parameters(factory: Factory) -> None:
 SCALES = {
     1e30: "square of the gradient, .* is beyond the numbers of torch.float32. Multiply the loss",
     1e10: None,
-    1e-10: "damping, 3.0e-03, is so much larger than the curvature .* Multiply the loss by a constant",
+    1e-10: None,
     1e-30: "square of the gradient, .* is beyond the numbers of torch.float32. Multiply the loss",
 }
 

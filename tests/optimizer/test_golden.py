@@ -169,14 +169,14 @@ def layers(**options: Any) -> Callable[[nn.Module], BlockHF]:
 
 # The default is untouched, but for what the name says. The tolerances come from disturbances of 1e-13 in the
 # weights, which change no decision and no count in any of the runs. They move the losses by 4e-12 where a
-# block is formed, by up to 7e-11 in the other short runs, and by 3e-9 in the long noisy one, whose damping
+# block is formed, by up to 2e-10 in the other short runs, and by 3e-9 in the long noisy one, whose damping
 # falls to 4e-7. Two runs stand out. With the Hessian, a CG that ends at nonpositive curvature gives 6e-8. The
 # CG of Martens runs until the residual is 1e-6 and has forgotten by then where rounding led it within that
 # bound, which gives 2e-6.
 RUNS: dict[str, dict[str, Run]] = {
     "default": {
         "noisy": Run(Noisy, layers(), 14, 1e-7),
-        "deterministic": Run(Deterministic, layers(sampling=NoiseScale()), 14, 1e-9),
+        "deterministic": Run(Deterministic, layers(sampling=NoiseScale()), 14, 1e-8),
         "without a batch": Run(WithoutBatch, layers(sampling=NoiseScale()), 8, 1e-9),
         "formed blocks": Run(Formed, layers(), 8, 1e-10),
         "noisy, one block": Run(Noisy, lambda model: BlockHF(blocks.single(model)), 5, 1e-9),
@@ -184,7 +184,7 @@ RUNS: dict[str, dict[str, Run]] = {
         "noisy, in micro-batches": Run(Noisy, layers(micro_batch_size=256), 5, 1e-9),
         "formed blocks, in micro-batches": Run(Formed, layers(micro_batch_size=256), 3, 1e-10),
         "noisy, empirical Fisher": Run(Noisy, layers(curvature=EmpiricalFisher()), 5, 1e-9),
-        "deterministic, Hessian": Run(Deterministic, layers(curvature=Hessian()), 8, 1e-6),
+        "deterministic, Hessian": Run(Deterministic, layers(curvature=Hessian()), 4, 1e-6),
     },
     "paper": {
         "one block": Run(
@@ -321,21 +321,20 @@ def test_the_noisy_run_holds_samples_out_and_changes_its_sizes() -> None:
     assert len(set(sizes)) >= 5
     assert max(sizes) < Noisy.num_samples, "as some are held out"
     for report in found:
-        assert [block.num_steps for block in report.blocks] == [5, 5, 5]
+        assert [block.num_steps for block in report.blocks] == [3, 3, 3]
         assert kinds(report) == ["double backward"] * 3
         assert all(block.residual > 1e-6 for block in report.blocks), "where CG was at work"
 
 
 def test_the_noisy_run_is_preconditioned_by_kronecker_factors() -> None:
-    task = Noisy()
-    optimizer = BlockHF(blocks.by_layer(task.model), preconditioner=Identity())
-    optimizer.step(task.objective, next(task.batches()))
-    assert optimizer.report is not None
-    plain = [block.residual for block in optimizer.report.blocks]
-    assert all(
-        block.residual < 0.8 * residual
-        for block, residual in zip(reported("default", "noisy")[0].blocks, plain, strict=True)
-    )
+    residuals = []
+    for options in ({}, {"preconditioner": Identity()}):
+        task = Noisy()
+        optimizer = BlockHF(blocks.by_layer(task.model), damping=3e-3, max_cg_steps=5, **options)
+        optimizer.step(task.objective, next(task.batches()))
+        assert optimizer.report is not None
+        residuals.append([block.residual for block in optimizer.report.blocks])
+    assert all(own < 0.8 * plain for own, plain in zip(*residuals, strict=True))
 
 
 @pytest.mark.parametrize("name", ["deterministic", "without a batch", "deterministic, Hessian"])
@@ -350,9 +349,8 @@ def test_the_deterministic_runs_hold_nothing_out(name: str) -> None:
             assert report.loss == last.loss
 
 
-def test_with_the_hessian_steps_are_rejected_and_cg_meets_nonpositive_curvature() -> None:
+def test_with_the_hessian_cg_meets_nonpositive_curvature() -> None:
     found = reported("default", "deterministic, Hessian")
-    assert {report.accepted for report in found} == {True, False}
     assert "nonpositive curvature" in {block.status for report in found for block in report.blocks}
 
 
@@ -362,7 +360,7 @@ def test_one_block_is_formed_and_solved_exactly_and_the_other_is_not(name: str) 
         assert kinds(report) == ["double backward", "formed"]
         large, small = report.blocks
         assert sum(block.size for block in report.blocks) * report.work["curvature_batch"] >= auto._SMALLEST
-        assert (large.num_steps, large.status) == (5, "step limit")
+        assert (large.num_steps, large.status) == (3, "step limit")
         assert (small.num_steps, small.num_products, small.status) == (0, 0, "converged")
         assert small.residual < 1e-10
         assert report.loss_before is not None

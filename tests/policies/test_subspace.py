@@ -6,6 +6,7 @@ import itertools
 import math
 import re
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -102,7 +103,8 @@ class Searched:
             columns.append(torch.zeros_like(g))
             columns[-1][own] = vector
         D = torch.stack(columns, 1)
-        A = D.T @ G @ D + damping * D.T @ D
+        A = D.T @ G @ D
+        A = A + damping * torch.diag(A.diagonal())
         A = A + 1e-6 * torch.diag(A.diagonal())  # the ridge
         c = torch.linalg.solve(A, -D.T @ g)
         return D @ c, c, float(g @ D @ c + 0.5 * c @ D.T @ G @ D @ c)
@@ -177,7 +179,7 @@ def test_the_lengths_are_what_curvature_on_the_held_out_samples_leaves_of_each_b
     monkeypatch.setattr(Point, "loss_at", watched)
     choice = searched.choose(search, proposals)
     expected = [
-        -(0.5**num_bad) * proposal.slope / float(d @ curved[own, own] @ d + 1e-3 * d @ d)
+        -(0.5**num_bad) * proposal.slope / float((1 + 1e-3) * d @ curved[own, own] @ d)
         for own, proposal in zip(searched.slices, proposals, strict=True)
         for d in [proposal.direction]
     ]
@@ -202,7 +204,8 @@ def test_without_momentum_the_last_update_is_no_direction() -> None:
         update, _, _ = searched.dense(proposals, damping=searched.damping)
         choice = searched.choose(search, proposals)
         assert choice.update is not None
-        torch.testing.assert_close(torch.cat(list(choice.update)), update, rtol=1e-9, atol=1e-12)
+        scale = float(choice.reason.split()[-1]) if "shrunk" in choice.reason else 1.0
+        torch.testing.assert_close(torch.cat(list(choice.update)), scale * update, rtol=1e-9, atol=1e-12)
 
 
 def test_from_the_third_step_on_the_trend_of_the_updates_is_a_direction() -> None:
@@ -210,12 +213,12 @@ def test_from_the_third_step_on_the_trend_of_the_updates_is_a_direction() -> Non
     last: list[Tensor] = []
     trend: list[Tensor] = []
     for seed in range(4):
-        proposals = searched.proposals(seed=seed)
+        proposals = searched.proposals([0.1, 0.1, 0.1], seed=seed)
         past = [*last, *trend] if seed >= 2 else last
         update, _, _ = searched.dense(proposals, past, searched.damping)
         choice = searched.choose(search, proposals)
         assert choice.update is not None
-        scale = float(choice.reason.split()[-1]) if "shrunk" in choice.reason else 1.0
+        scale = 0.1 * (float(choice.reason.split()[-1]) if "shrunk" in choice.reason else 1.0)
         torch.testing.assert_close(torch.cat(list(choice.update)), scale * update, rtol=1e-7, atol=1e-10)
         last = list(choice.update)
         trend = [own + 0.8 * old for own, old in zip(last, trend, strict=True)] if trend else last
@@ -300,9 +303,21 @@ def test_a_saved_search_goes_on_to_the_last_bit() -> None:
     assert equal(one.to_dict(), other.to_dict())
 
 
-@pytest.mark.parametrize(("available", "expected"), [(4, 0), (127, 0), (128, 32), (400, 100), (9999, 512)])
+@pytest.mark.parametrize(("available", "expected"), [(4, 0), (127, 0), (128, 32), (400, 100), (9999, 256)])
 def test_a_quarter_is_held_out_where_that_is_enough(available: int, expected: int) -> None:
     assert Subspace().num_held_out(available, 1000) == expected
+
+
+def test_no_scale_of_the_loss_or_of_a_direction_changes_the_step() -> None:
+    searched = Searched()
+    proposals = searched.proposals()
+    update = searched.choose(Subspace(), proposals, PolicyState()).update
+    assert update is not None
+    for factor in (1e-3, 1e3):
+        other = [replace(own, direction=own.direction * factor) for own in proposals]
+        same = searched.choose(Subspace(), other, PolicyState()).update
+        assert same is not None
+        torch.testing.assert_close(torch.cat(list(same)), torch.cat(list(update)), rtol=1e-9, atol=1e-12)
 
 
 def test_more_is_held_out_for_a_gradient_of_many_samples() -> None:

@@ -154,8 +154,8 @@ class BlockOperator(abc.ABC):
             return root.mean_diagonal
         if (matrix := self.dense(block)) is not None:
             return float(matrix.diagonal().mean())
-        generator = torch.Generator().manual_seed(0)
-        signs = torch.randint(0, 2, (self.sizes[block],), generator=generator).to(like) * 2 - 1
+        generator = torch.Generator("cpu").manual_seed(0)
+        signs = torch.randint(0, 2, (self.sizes[block],), generator=generator, device="cpu").to(like) * 2 - 1
         return float(signs @ self.product(block, block, signs)) / len(signs)
 
     def has_influence(self, block: int) -> bool:

@@ -106,37 +106,52 @@ class LevenbergMarquardt(DampingRule):
 class ByCoefficient(DampingRule):
     """Less damping where the search takes much of a block's direction, more where it takes little.
 
-    For searches that choose a length for each block, like ``Subspace``. With others it goes by the reduction
-    ratio, as ``LevenbergMarquardt`` does. The bounds are far below 1, because more damping mends little
-    lengths at a price: the directions of little curvature, in which most is left to gain late in a run, are
-    the first to go.
+    It counts in means of the diagonal of the block's matrix, so that the scales of loss, inputs and outputs
+    do not matter. For searches that choose a length for each block, like ``Subspace``. With others it goes by
+    the reduction ratio, as ``LevenbergMarquardt`` does. The bounds are far below 1, because more damping
+    mends little lengths at a price: the directions of little curvature, in which most is left to gain late
+    in a run, are the first to go. Where less than ``bad`` was taken, the damping grows by as much as the
+    length falls short, at most by ``fastest``; above three times ``good`` it falls twice as fast. A reduction
+    ratio that is bad lets it grow, one below a half keeps it from falling.
 
     >>> rule = ByCoefficient()
-    >>> rule.update(1.0, Outcome(accepted=True, coefficient=0.8), {})
+    >>> rule.update(1.0, Outcome(accepted=True, ratio=0.9, coefficient=0.4), {})
     0.5
-    >>> rule.update(1.0, Outcome(accepted=True, coefficient=0.02), {})
+    >>> rule.update(1.0, Outcome(accepted=True, ratio=0.9, coefficient=0.02), {})
+    2.5
+    >>> rule.update(1.0, Outcome(accepted=True, ratio=0.1, coefficient=0.8), {})
     2.0
     """
 
-    initial: float = 3e-3
+    initial: float = 1.0
     factor: float = 0.5
     good: float = 0.2
     bad: float = 0.05
-    floor: float = 1e-8
+    fastest: float = 8.0
+    floor: float = 1e-7
     ceiling: float = 1e8
 
     def __post_init__(self) -> None:
         _check_adaptive(self)
+        _check(self.fastest > 1, f"fastest is {self.fastest}, but must be above 1.")
+
+    @property
+    def is_relative(self) -> bool:
+        return True
 
     def update(self, damping: float, outcome: Outcome, state: State) -> float:
-        share, bad, good = outcome.coefficient, self.bad, self.good
-        if share is None:
-            share, bad, good = outcome.ratio, LevenbergMarquardt.bad, LevenbergMarquardt.good
-        if not outcome.accepted or (share is not None and share < bad):
-            damping /= self.factor
-        elif share is not None and share > good:
-            damping *= self.factor
-        return min(max(damping, self.floor), self.ceiling)
+        share, ratio, change = outcome.coefficient, outcome.ratio, 1.0
+        if not outcome.accepted:
+            change = self.fastest
+        elif share is None:
+            change = self.factor if ratio is not None and ratio > LevenbergMarquardt.good else 1.0
+        elif share < self.bad:
+            change = self.bad / max(share, self.bad / self.fastest)
+        elif share > self.good:
+            change = self.factor**2 if share > 3 * self.good else self.factor
+        if outcome.accepted and ratio is not None and ratio < 0.5:
+            change = max(change, 1 / self.factor if ratio < LevenbergMarquardt.bad else 1.0)
+        return min(max(damping * change, self.floor), self.ceiling)
 
 
 @dataclass(frozen=True)

@@ -73,12 +73,12 @@ class NoiseScale(Sampling):
     then largest at :math:`n = \sqrt{n_0 m / (1 - n_0/N)}`, or for :math:`n_0 \ge N` with all samples.
 
     Args:
-        start: The share of the batch in the first step.
-        least: The least share.
+        start: How many samples the first step takes: a number, or below 1 a share of the batch.
+        least: The fewest, likewise.
         change: The size changes at most by this factor from step to step.
         memory: The weight of the past in the average of :math:`\log n_0`.
 
-    >>> sampling, state = NoiseScale(start=0.25), {}
+    >>> sampling, state = NoiseScale(), {}
     >>> sampling.size(4096, state)
     1024
     >>> sampling.update(StepCost(num_samples=1024, signal=0.5, rest=4096), state)
@@ -86,16 +86,17 @@ class NoiseScale(Sampling):
     1536
     """
 
-    start: float = 0.1
-    least: float = 0.05
+    start: float = 1024
+    least: float = 512
     change: float = 1.5
     memory: float = 0.8
 
     def __post_init__(self) -> None:
-        if not 0 < self.least <= self.start <= 1:
-            raise ValueError(
-                f"start is {self.start}, but must be at least {self.least}, the least, and at most 1."
-            )
+        for name, value in (("start", self.start), ("least", self.least)):
+            if not 0 < value < math.inf:
+                raise ValueError(
+                    f"{name} is {value}, but must be a positive number, or below 1 a share of the batch."
+                )
         if self.change <= 1:
             raise ValueError(f"change is {self.change}, but must be above 1.")
         if not 0 <= self.memory < 1:
@@ -106,8 +107,10 @@ class NoiseScale(Sampling):
         return True
 
     def size(self, num_available: int, state: State) -> int:
-        wanted = state.get("size", self.start * num_available)
-        return min(max(_coarse(wanted), math.ceil(self.least * num_available)), num_available)
+        start, least = (
+            number * num_available if number < 1 else number for number in (self.start, self.least)
+        )
+        return min(max(_coarse(state.get("size", start)), math.ceil(least)), num_available)
 
     def update(self, cost: StepCost, state: State) -> None:
         if cost.signal is None or not math.isfinite(cost.signal):

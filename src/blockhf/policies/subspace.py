@@ -46,7 +46,7 @@ class Subspace(Search):
     all updates with weights :math:`1, 0.8, 0.8^2, \ldots` back in time, and with gradient ``g`` and matrix
     ``G`` of *held-out* samples, the coefficients solve
 
-    .. math:: (D^\top G D + \lambda D^\top D)\, c = -D^\top g.
+    .. math:: (D^\top G D + \lambda\, \mathrm{diag}(D^\top G D))\, c = -D^\top g.
 
     That takes the place of a learning rate, mends what the blocks do not know of each other, and is momentum
     where momentum helps. Directions fit the samples they come from, so on those samples any step looks good;
@@ -63,7 +63,7 @@ class Subspace(Search):
     Args:
         held_out: The share of the batch that is held out. Where that makes fewer than 32 samples, those of
             gradient and curvature have to do.
-        max_held_out: The most samples to hold out while the gradient has few.
+        max_held_out: The most samples to hold out while the gradient has few: about half as many as that.
         per_sample: The most for each sample of the gradient where that makes more: with few held-out samples
             the noise is theirs.
         momentum: Whether the last update and the trend are among the directions.
@@ -102,7 +102,8 @@ class Subspace(Search):
     def num_held_out(self, num_available: int, num_wanted: int) -> int:
         # In whole steps, as their products are traced anew for each new size.
         unit = max(self.max_held_out // 2, 1)
-        most = max(self.max_held_out, int(self.per_sample * num_wanted) // unit * unit)
+        few = 1 << max(num_wanted // 2, 8 * _FEWEST_HELD_OUT).bit_length() - 1
+        most = max(min(self.max_held_out, few), int(self.per_sample * num_wanted) // unit * unit)
         number = min(int(self.held_out * num_available), most)
         return number if number >= _FEWEST_HELD_OUT else 0
 
@@ -145,7 +146,9 @@ class Subspace(Search):
         columns, vectors = self._directions(blocks, proposals, state)
         if not vectors:
             return Choice(None, "no block has a direction")
-        model = _Model.of(operator, columns, vectors, gradient, state.shared.get("damping", self.damping))
+        damping = state.shared.get("damping", self.damping)
+        floors = [abs(proposals[column].damping) for column in columns]
+        model = _Model.of(operator, columns, vectors, gradient, floors, damping)
         coefficients = model.minimizer()
         if coefficients is None:
             return self._rejected("the model along the directions is not finite", state)
@@ -242,21 +245,22 @@ class _Model:
         columns: Sequence[int],
         vectors: Sequence[Tensor],
         gradient: Sequence[Tensor],
+        floors: Sequence[float],
         damping: float,
     ) -> _Model:
+        """The model on the samples of ``operator`` and ``gradient``.
+
+        Each direction is damped by ``damping`` times its own curvature, which no scale of loss or parameters
+        changes, or where that is almost zero, times that which its block's ``floors`` leave it.
+        """
         slopes = torch.stack([gradient[column] @ v for column, v in zip(columns, vectors, strict=True)])
+        squares = torch.stack([v @ v for v in vectors])
         curved = operator.gram(columns, vectors)
-        inner = [
-            torch.stack(
-                [
-                    u @ v if row == column else u.new_zeros(())
-                    for column, v in zip(columns, vectors, strict=True)
-                ]
-            )
-            for row, u in zip(columns, vectors, strict=True)
-        ]
-        slopes, curved, squares = (tensor.double().cpu() for tensor in (slopes, curved, torch.stack(inner)))
-        return cls(columns, slopes, curved, curved + damping * squares)
+        slopes, curved, squares = (tensor.double().cpu() for tensor in (slopes, curved, squares))
+        least = squares * squares.new_tensor(floors)
+        return cls(
+            columns, slopes, curved, curved + damping * torch.diag(curved.diagonal().abs().maximum(least))
+        )
 
     def minimizer(self) -> Tensor | None:
         """The coefficients at which the damped model is least, if it is finite."""

@@ -6,6 +6,8 @@ import abc
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from torch import Tensor
+
 from blockhf.curvature import Curvature
 from blockhf.linalg import BlockOperator, LinearOperator
 from blockhf.policy import Policy, PolicyState
@@ -14,6 +16,15 @@ from blockhf.samples import Samples
 
 class Preconditioner(Policy):
     """Makes, once a step, an approximate inverse for each block's damped matrix."""
+
+    def mean_diagonals(
+        self, samples: Samples, curvature: Curvature, operator: BlockOperator, state: PolicyState
+    ) -> Sequence[Tensor | None]:
+        """For each block the mean of its matrix's diagonal, where that is known without a product.
+
+        Asked before ``prepare``, with the same arguments, where the damping is relative to the curvature.
+        """
+        return [None] * len(samples.blocks)
 
     @abc.abstractmethod
     def prepare(

@@ -66,6 +66,19 @@ class Kronecker(Preconditioner):
                 f"every and max_size are {self.every} and {self.max_size}, but must be at least 1."
             )
 
+    def mean_diagonals(
+        self, samples: Samples, curvature: Curvature, operator: BlockOperator, state: PolicyState
+    ) -> Sequence[Tensor | None]:
+        """From the factors' traces."""
+        groups = self._measure(samples, curvature, operator, state)
+        state.cache["measured"] = groups  # for ``prepare``, which is next
+        return [
+            _mean_diagonal(block, groups[block.name], _factors(state, block.name))
+            if block.name in groups
+            else None
+            for block in samples.blocks
+        ]
+
     def prepare(
         self,
         samples: Samples,
@@ -76,17 +89,13 @@ class Kronecker(Preconditioner):
     ) -> Sequence[LinearOperator | None]:
         """The inverses; none for blocks whose matrix is stored, nor where the objective gives no outputs."""
         inverses: list[LinearOperator | None] = [None] * len(samples.blocks)
-        chosen = [
-            index
-            for index in range(len(samples.blocks))
-            if operator.dense(index) is None and operator.root(index) is None
-        ]
+        groups = state.cache.pop("measured", None)
+        if groups is None:
+            groups = self._measure(samples, curvature, operator, state)
+        chosen = [index for index, block in enumerate(samples.blocks) if block.name in groups]
         if not chosen:
             return inverses
-        num_steps = state.shared["num_steps"] = state.shared.get("num_steps", 0) + 1
-        groups = self._measure(samples, curvature, [samples.blocks[index] for index in chosen], state)
-        if not groups:
-            return inverses
+        num_steps = state.shared["num_steps"]
         due = num_steps <= self.every or num_steps % self.every == 0
         names = {index: samples.blocks[index].name for index in chosen}
         factors = {index: _factors(state, names[index]) for index in chosen}
@@ -106,12 +115,23 @@ class Kronecker(Preconditioner):
         return inverses
 
     def _measure(
-        self, samples: Samples, curvature: Curvature, blocks: Sequence[Block], state: PolicyState
+        self, samples: Samples, curvature: Curvature, operator: BlockOperator, state: PolicyState
     ) -> dict[str, list[_Group]]:
-        """Take the new step's factors into the averages; returns what belongs together, for each block."""
+        """Take the new step's factors into the averages.
+
+        Returns:
+            What belongs together, for each block whose matrix is not stored.
+        """
+        blocks = [
+            block
+            for index, block in enumerate(samples.blocks)
+            if operator.dense(index) is None and operator.root(index) is None
+        ]
+        if not blocks:
+            return {}
         totals = _Totals()
         groups: dict[str, list[_Group]] = {}
-        num_steps = state.shared["num_steps"]
+        num_steps = state.shared["num_steps"] = state.shared.get("num_steps", 0) + 1
         names = tuple(block.name for block in blocks)
         with torch.enable_grad():
             for part in samples.parts:
@@ -413,6 +433,19 @@ def _moments(
 
 def _second_moment(rows: Tensor, max_size: int) -> Tensor:
     return rows.T @ rows if rows.shape[1] <= max_size else rows.square().sum(0)
+
+
+def _mean_diagonal(block: Block, groups: Sequence[_Group], factors: Factors) -> Tensor:
+    """Of the block's matrix, as the factors and diagonals have it."""
+    total = block.params[0].new_zeros(())
+    for group in groups:
+        own = factors.get(group.place, {})
+        if group.factored and "inputs" in own:
+            A, S = own["inputs"], own["cotangents"]
+            total = total + _mean_eigenvalue(A) * len(A) * _mean_eigenvalue(S) * len(S)
+        elif "diagonal" in own:
+            total = total + own["diagonal"].sum()
+    return total / block.size
 
 
 def _mean_eigenvalue(factor: Tensor) -> Tensor:
