@@ -268,7 +268,8 @@ class Update:
         gradient, num_samples, checks, everything = add_up([*own, ledger.total])
         per_sample = gradient / max(num_samples, 1)
         number = self.plan.num_gradient
-        rest = (everything - checks - number * per_sample) / per_sample if per_sample else 0.0
+        # A gradient without multiplications, as that of an embedding, is taken to be half of the work.
+        rest = (everything - checks - number * per_sample) / per_sample if per_sample else float(number)
         signal = None if self.choice is None else self.choice.signal
         weight = math.sqrt(self.point.samples.structure.num_positions)  # as in the plan
         return StepCost(round(number * weight), signal, rest * weight, (self.population or math.inf) * weight)

@@ -72,7 +72,7 @@ class Root:
         return -torch.cholesky_solve((self.rows.T @ target)[:, None], factor)[:, 0]
 
 
-def _lower_gram(A: Tensor, num_strips: int = 4) -> Tensor:
+def _lower_gram(A: Tensor, num_strips: int = 8) -> Tensor:
     """The lower triangle of ``A Aᵀ``, in strips: of what lies above it, but a little is computed."""
     size = A.shape[0]
     if size < 64 * num_strips:

@@ -30,6 +30,8 @@ class Geodesic(Search):
     not lower the loss, is tried without momentum, then with more damping: that takes another factorization
     of the matrix that is already there, and no other Jacobian.
 
+    Several blocks' steps are weighed so that the sum is best for the joint model.
+
     It needs square roots of all blocks (``products=Factored()``); where there are none, ``other`` decides.
 
     Args:
@@ -135,6 +137,8 @@ class _Path:
             return None
         if last is not None:
             step = [a + b for a, b in zip(step, last, strict=True)]
+        if len(step) > 1:
+            step = self._balanced(step, growth)
         image = self._image(step)
         probed = self._outputs([own.probe * vector for vector in step])
         bend = (2 / own.probe) * ((probed - self._here) / own.probe - image)
@@ -171,13 +175,33 @@ class _Path:
             found.append(x / units)
         return found
 
-    def _image(self, step: Sequence[Tensor]) -> Tensor:
-        """The change of the scaled outputs, to first order."""
+    def _images(self, step: Sequence[Tensor]) -> Tensor:
+        """The change of the scaled outputs by each block, to first order."""
         images = [
             root.rows @ (vector * units)
             for root, vector, units in zip(self.roots, step, self.units, strict=True)
         ]
-        return torch.stack(images).sum(0)
+        return torch.stack(images)
+
+    def _image(self, step: Sequence[Tensor]) -> Tensor:
+        return self._images(step).sum(0)
+
+    def _balanced(self, step: Sequence[Tensor], growth: float) -> list[Tensor]:
+        """As much of each block's step as is best for all together: each mends the same errors."""
+        images = self._images(step)
+        squares = torch.stack(
+            [
+                damping * growth * (vector * units).square().sum()
+                for vector, units, damping in zip(step, self.units, self.dampings, strict=True)
+            ]
+        )
+        gram = (images @ images.T + squares.diag()).double()
+        scale = gram.diagonal().clamp_min(torch.finfo(torch.float64).tiny).rsqrt()
+        gram = gram * scale * scale[:, None]
+        gram.diagonal().add_(len(step) * torch.finfo(images.dtype).eps)
+        share = -scale * torch.linalg.solve(gram, scale * (images @ self.slopes).double())
+        share = torch.where(share.isfinite(), share, 1.0).to(images)
+        return [vector * own for vector, own in zip(step, share, strict=True)]
 
     def _outputs(self, update: Sequence[Tensor]) -> Tensor:
         scaled = self.operator.scaled_outputs(self.situation.point.outputs_at(update))
