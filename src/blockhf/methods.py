@@ -50,7 +50,7 @@ def without_noise() -> dict[str, Any]:
     """For a batch that is all there is: all samples everywhere, exact solutions where they can be had."""
     return {
         "curvature_batch_size": None,
-        "products": Factored(other=Auto(), warns=False),
+        "products": Factored(other=Auto(), warns=False, worth=2500),
         "solver": Cholesky(),
         "search": Geodesic(),
         "sampling": AllSamples(),
@@ -120,8 +120,9 @@ class NamedMethods(BlockOptimizer):
         return "all samples are asked for" if self.given >= _LEAST_SQUARES else reason
 
     def _can_be_exact(self) -> bool:
-        """Whether neither the user's choices nor the kind of numbers speak against exact solutions."""
+        """Whether neither choices of the user nor numbers nor earlier steps speak against it."""
         free = not {"solver", "products", "search", "damping"} & self.given
+        free = free and "no_root" not in self.policy_state["products"].shared
         params = [param for group in self.param_groups for param in group["params"]]
         usual = all(param.dtype in (torch.float32, torch.float64) for param in params)
         return free and usual and isinstance(self.curvature, GaussNewton)

@@ -21,6 +21,7 @@ from blockhf.curvature.base import Curvature, Products, closeness, coarsest, dis
 from blockhf.curvature.double_backward import DoubleBackward
 from blockhf.curvature.gauss_newton import GaussNewton
 from blockhf.curvature.jacobian import FormingError, PerSampleJacobian, SampleHessians
+from blockhf.ledger import PRODUCT
 from blockhf.linalg import BlockOperator, Described, Root
 from blockhf.objective import Evaluation, check_outputs
 from blockhf.policy import PolicyState
@@ -47,11 +48,14 @@ class Factored(Products):
         other: How to multiply where there is no root to be stored; without it, ``linearize`` raises
             ``FormingError``.
         warns: Whether a warning says once that there is none.
+        worth: How many products an exact solution of all blocks may cost, by counted operations; ``None``
+            stands for any number.
     """
 
     memory_budget: int = 2**31
     other: Products | None = None
     warns: bool = True
+    worth: int | None = None
 
     def linearize(
         self, curvature: Curvature, samples: Samples, num_products: Sequence[int], state: PolicyState
@@ -81,6 +85,7 @@ class Factored(Products):
         if not isinstance(curvature, GaussNewton):
             raise FormingError(f"{type(curvature).__name__} has no stored root, only GaussNewton has")
         rows: list[list[Tensor]] = [[] for _ in samples.blocks]
+        self._check_worth(samples)
         slopes, scales = [], []
         for part in samples.parts:
             found, own, at = (
@@ -155,6 +160,25 @@ class Factored(Products):
         along = torch.where(root > 0, slopes / root, 0.0)
         chosen = range(len(evaluation.outputs))
         return [torch.cat(own) for own in pieces], along, (evaluation.detached().outputs, [(chosen, root)])
+
+    def _check_worth(self, samples: Samples) -> None:
+        """Raise where an exact solution takes many times the operations of many conjugate gradients."""
+        if self.worth is None:
+            return
+        outputs = samples.structure.num_outputs
+        num_rows = outputs if samples.batch is None else samples.num_samples * outputs
+        sizes = [block.size for block in samples.blocks]
+        sides = [min(num_rows, size) for size in sizes]
+        exact = sum(
+            2 * num_rows * size * side + side**3 // 3 for size, side in zip(sizes, sides, strict=True)
+        )
+        counted = sum(samples.ledger.known("gradient", part.shapes) or 0 for part in samples.parts)
+        gradient = max(counted, 6 * samples.num_samples * sum(sizes))
+        if samples.batch is None:
+            exact += num_rows * gradient  # each row is a backward pass over all samples
+        if exact > self.worth * PRODUCT * gradient:
+            cost = f"{exact / (PRODUCT * gradient):.0f} products"
+            raise FormingError(f"an exact solution costs as much as {cost}, which is more than {self.worth}")
 
     def _check_size(self, num_bytes: int) -> None:
         if num_bytes > self.memory_budget:
