@@ -244,7 +244,7 @@ def test_the_gallery_draws_runs_and_fills_its_page(tmp_path: Path) -> None:
     assert gallery.run(tmp_path / "runs", tmp_path / "records", page) == ["heat", "curve-fit"]
     text = page.read_text()
     assert "BlockHF has the lowest loss on 1 of 2 tasks; not run on `heat`." in text
-    assert text.count("| Adam | 3 |") == 2  # of the curve fit the better setting alone
+    assert text.count("| Adam | 0 | 3 |") == 2  # of the curve fit the better setting alone
     for name in ("heat", "curve-fit"):
         assert (tmp_path / "images" / f"{name}.png").read_bytes()[:4] == b"\x89PNG"
     before = text

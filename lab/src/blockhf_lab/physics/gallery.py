@@ -141,18 +141,24 @@ def section(compared: Comparison) -> str:
     """A task's equation, figure and table."""
     task = tasks.get(compared.task, compared.preset)
     assert isinstance(task, PhysicsTask)
-    heads = ["optimizer", "updates", "train loss", "relative error", "setting"]
+    heads = ["optimizer", "seeds", "updates", "train loss", "relative error", "setting"]
     body = []
     for line in lines(compared):
         updates = sorted(entry.points[-1]["update"] or 0 for entry in line.entries)[len(line.entries) // 2]
         options = ", ".join(f"{key} {value}" for key, value in line.spec.options.items())
         body.append(
-            [FAMILIES[line.family][0], f"{updates:.0f}", _number(line.loss), _number(line.error), options]
+            [
+                FAMILIES[line.family][0],
+                ", ".join(str(entry.seed) for entry in line.entries),
+                f"{updates:.0f}",
+                _number(line.loss),
+                _number(line.error),
+                options,
+            ]
         )
-    seeds = sorted({entry.seed for entry in compared.entries})
     return "\n".join(
         [
-            f"{task.equation}. {compared.settings['title']}; {_count(seeds)}, "
+            f"{task.equation}. {compared.settings['title']}; "
             f"{' and '.join(compared.budgets)} of CPU for each optimizer.",
             "",
             f"![Solution, pointwise error and error against CPU seconds](images/{compared.task}.png)",
@@ -160,10 +166,6 @@ def section(compared: Comparison) -> str:
             *_markdown(heads, body),
         ]
     )
-
-
-def _count(seeds: Sequence[int]) -> str:
-    return f"seed{'s' * (len(seeds) > 1)} {', '.join(map(str, seeds))}"
 
 
 def _markdown(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
