@@ -135,6 +135,7 @@ SAVED = "_saved_"
 PARAMETER = "torch::autograd::AccumulateGrad"
 EMBEDDING, CONVOLUTION = "EmbeddingBackward0", "ConvolutionBackward0"
 MATRIX_PRODUCT, ADDED_MATRIX_PRODUCT = "MmBackward0", "AddmmBackward0"
+LAYER_NORM, MULTIPLICATION = "NativeLayerNormBackward0", "MulBackward0"
 TRANSPOSES, PERMUTATION = ("TBackward0", "TransposeBackward0"), "PermuteBackward0"
 SPREADING_VIEWS = ("UnsqueezeBackward0", "ExpandBackward0", "ViewBackward0")
 

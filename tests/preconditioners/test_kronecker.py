@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from blockhf import Kronecker, PolicyState
+from blockhf.preconditioners.moments import sum_of_products
 from preconditioner_tasks import X2, moment, point_of, prepared, randn
 
 NUM_DRAWS = 20_000
@@ -139,13 +140,35 @@ class TiedWeights(nn.Module):
         return torch.tanh(x @ self.weight) @ self.weight.T
 
 
+class TiedEmbedding(nn.Module):
+    """One matrix, for the embedding and for the head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(5, 3)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return torch.tanh(self.embed(tokens)) @ self.embed.weight.T
+
+
+class Scaled(nn.Module):
+    """A vector by which each position is scaled, as in root-mean-square norms."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.scale = nn.Linear(3, 4), nn.Parameter(randn(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.scale * self.layer(x)
+
+
 @pytest.mark.parametrize(
     ("model", "inputs", "factored", "diagonal"),
     [
         # The joint projection of queries, keys and values adds its bias by itself.
         pytest.param(Attentive(), randn(3, 5, 4), 2, 1, id="attention"),
         pytest.param(Cell(), randn(5, 2, 3), 2, 0, id="lstm cell"),
-        pytest.param(nn.Sequential(nn.Linear(3, 4), nn.LayerNorm(4)), X2, 1, 2, id="layer norm"),
+        pytest.param(nn.Sequential(nn.Linear(3, 4), nn.LayerNorm(4)), X2, 3, 0, id="layer norm"),
         pytest.param(
             nn.Conv2d(2, 4, 3, groups=2),
             PICTURES,
@@ -154,7 +177,9 @@ class TiedWeights(nn.Module):
             id="grouped convolution",
             marks=pytest.mark.filterwarnings("ignore:No Kronecker factors were found for 1 matrices"),
         ),
-        pytest.param(TiedWeights(), X2, 0, 1, id="tied weights"),
+        pytest.param(TiedWeights(), X2, 1, 0, id="tied weights"),
+        pytest.param(TiedEmbedding(), torch.tensor([[0, 2], [1, 4]]), 1, 0, id="tied embedding"),
+        pytest.param(Scaled(), X2, 2, 0, id="scaled"),
     ],
 )
 def test_matrices_have_factors_with_their_biases_and_the_rest_a_diagonal(
@@ -196,3 +221,46 @@ def test_factors_that_are_not_finite_are_not_taken_in() -> None:
     for key, own in after.items():
         assert all(bool(tensor.isfinite().all()) for tensor in own.values())
         assert torch.equal(own["inputs"], before[key]["inputs"])
+
+
+def test_the_factors_of_a_tied_matrix_have_the_trace_of_both_uses() -> None:
+    """And without one of the uses they are the other's."""
+    one, other = (_positive(3, 1), _positive(5, 2)), (_positive(3, 3), _positive(5, 4).diagonal())
+    columns, rows = sum_of_products(one, other)
+    dense = [torch.kron(a, b if b.dim() > 1 else torch.diag(b)) for a, b in (one, other, (columns, rows))]
+    torch.testing.assert_close(dense[2].trace(), dense[0].trace() + dense[1].trace())
+    columns, rows = sum_of_products(one, (torch.zeros(3, 3).double(), torch.zeros(5).double()))
+    torch.testing.assert_close(torch.kron(columns, rows), dense[0])
+
+
+def _positive(size: int, seed: int) -> Tensor:
+    root = randn(size, size, seed=seed)
+    return root @ root.T
+
+
+def test_a_tied_embedding_is_preconditioned_for_both_uses() -> None:
+    tokens = torch.tensor([[0, 2], [1, 4], [2, 2]])
+    (own,) = factors(TiedEmbedding().double(), tokens).values()
+    assert own["inputs"].shape == (3, 3)
+    assert own["cotangents"].shape == (5, 5)
+    seen = own["cotangents"].diagonal()
+    assert bool((seen > 0).all()), "the head sees all tokens"
+
+
+def test_the_scale_of_a_normalized_position_has_the_exact_block_up_to_the_noise_of_the_draw() -> None:
+    model, inputs = nn.LayerNorm(2).double(), randn(NUM_DRAWS, 2)
+    scale, shift = factors(model, inputs).values()
+    normalized = nn.functional.layer_norm(inputs, (2,))
+    expected = torch.diag((normalized.square()).mean(0))
+    torch.testing.assert_close(scale["cotangents"], expected, rtol=0.05, atol=0.05)
+    torch.testing.assert_close(shift["cotangents"], torch.eye(2, dtype=torch.float64), rtol=0.05, atol=0.05)
+    assert scale["inputs"].item() == shift["inputs"].item() == 1.0
+
+
+def test_an_exact_block_is_inverted_with_the_whole_damping() -> None:
+    point, state = point_of(nn.LayerNorm(3).double(), randn(50, 3)), PolicyState()
+    inverse = prepared(Kronecker(), point, 0.1, state)
+    scale, shift = (own["cotangents"] for own in only_factors(state).values())
+    dense = torch.block_diag(scale, shift) + 0.1 * torch.eye(6, dtype=torch.float64)
+    vector = randn(6)
+    torch.testing.assert_close(inverse @ vector, torch.linalg.solve(dense, vector))

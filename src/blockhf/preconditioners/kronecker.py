@@ -13,14 +13,13 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
-from blockhf._torch import saved
 from blockhf.blocks import Block
 from blockhf.curvature import Curvature, Noise
 from blockhf.ledger import Ledger
@@ -28,8 +27,8 @@ from blockhf.linalg import BlockOperator, LinearOperator, factorizable
 from blockhf.objective import Evaluation
 from blockhf.policy import PolicyState
 from blockhf.preconditioners.base import Preconditioner
+from blockhf.preconditioners.moments import Totals, moments
 from blockhf.preconditioners.parameter_uses import Use, find_uses
-from blockhf.ranks import Ranks
 from blockhf.samples import Part, Samples
 from blockhf.scalars import read
 
@@ -129,7 +128,7 @@ class Kronecker(Preconditioner):
         ]
         if not blocks:
             return {}
-        totals = _Totals()
+        totals = Totals()
         groups: dict[str, list[_Group]] = {}
         num_steps = state.shared["num_steps"] = state.shared.get("num_steps", 0) + 1
         names = tuple(block.name for block in blocks)
@@ -160,7 +159,7 @@ class Kronecker(Preconditioner):
         draw: Sequence[Tensor],
         groups: Mapping[str, Sequence[_Group]],
         uses: Mapping[Tensor, Sequence[Use]],
-        totals: _Totals,
+        totals: Totals,
     ) -> None:
         scale = part.weight**0.5
         everything = [group for own in groups.values() for group in own]
@@ -177,12 +176,13 @@ class Kronecker(Preconditioner):
         with torch.no_grad():
             for (group, use), gradient in zip(factored, gradients, strict=False):
                 if gradient is not None:
-                    for inputs, cotangents, positions in _moments(
+                    for inputs, cotangents, positions in moments(
                         use, gradient, group.bias is not None, self.max_size
                     ):
                         if part.is_stand_in:
                             inputs, positions = torch.zeros_like(inputs), 0
-                        totals.add(group.key, inputs, cotangents, positions)
+                        other_side = use.flipped != group.flipped
+                        totals.add(group.key, inputs, cotangents, positions, other_side=other_side)
             for group, gradient in zip(rest, gradients[len(factored) :], strict=True):
                 square = torch.zeros_like(group.weight) if gradient is None else gradient.square()
                 totals.add_diagonal(group.key, square.reshape(-1))
@@ -236,6 +236,10 @@ def _invert(groups: Sequence[_Group], factors: Factors, damping: float) -> None:
         mean_A, mean_S = _mean_eigenvalue(A), _mean_eigenvalue(S)
         pi = torch.where((mean_A > 0) & (mean_S > 0), mean_A / mean_S, 1.0).sqrt()
         root = damping**0.5
+        if A.numel() == 1:  # a scale for each position: there is nothing to split the damping with
+            own["inverse inputs"] = _inverse(A, torch.zeros_like(mean_A))
+            own["inverse cotangents"] = _inverse(S, torch.maximum(damping / mean_A, 1e-6 * mean_S))
+            continue
         own["inverse inputs"] = _inverse(A, torch.maximum(pi * root, 1e-6 * mean_A))
         own["inverse cotangents"] = _inverse(S, torch.maximum(root / pi, 1e-6 * mean_S))
 
@@ -317,7 +321,7 @@ class _Group:
     def join(self, pieces: Sequence[Tensor]) -> Tensor:
         """Cotangents by inputs; the bias is the last column."""
         piece = pieces[self.index]
-        matrix = piece.T if self.flipped else piece.flatten(1)
+        matrix = piece.T if self.flipped else piece.reshape(len(piece), -1)
         return matrix if self.bias is None else torch.cat([matrix, pieces[self.bias].reshape(-1, 1)], dim=1)
 
     def split(self, matrix: Tensor) -> Iterator[tuple[int, Tensor]]:
@@ -325,41 +329,6 @@ class _Group:
             yield self.bias, matrix[:, -1]
             matrix = matrix[:, :-1]
         yield self.index, matrix.T if self.flipped else matrix
-
-
-@dataclass
-class _Totals:
-    """Sums over positions, calls and parts."""
-
-    sums: dict[tuple[str, str], dict[str, Tensor]] = field(default_factory=dict)
-
-    def add(self, key: tuple[str, str], inputs: Tensor, cotangents: Tensor, positions: int) -> None:
-        own = self.sums.setdefault(key, {})
-        self._into(own, "inputs", inputs)
-        self._into(own, "cotangents", cotangents)
-        number = torch.full((), positions, dtype=torch.float32, device=inputs.device)
-        self._into(own, "positions", number)
-
-    def add_diagonal(self, key: tuple[str, str], diagonal: Tensor) -> None:
-        self._into(self.sums.setdefault(key, {}), "diagonal", diagonal)
-
-    def add_up(self, ranks: Ranks) -> None:
-        """Over the processes that have the samples between them."""
-        places = [(key, name) for key, own in self.sums.items() for name in own]
-        if places:
-            sums = ranks.sum([self.sums[key][name] for key, name in places])
-            for (key, name), tensor in zip(places, sums, strict=True):
-                self.sums[key][name] = tensor
-
-    @staticmethod
-    def _into(own: dict[str, Tensor], name: str, tensor: Tensor) -> None:
-        own[name] = own[name].add_(tensor) if name in own else tensor
-
-    def finish(self) -> dict[tuple[str, str], dict[str, Tensor]]:
-        for own in self.sums.values():
-            if "positions" in own:
-                own["inputs"] = own["inputs"] / own.pop("positions").clamp_min(1)
-        return self.sums
 
 
 def _grouped(uses: Mapping[Tensor, Sequence[Use]], blocks: Sequence[Block]) -> dict[str, list[_Group]]:
@@ -376,24 +345,37 @@ def _grouped(uses: Mapping[Tensor, Sequence[Use]], blocks: Sequence[Block]) -> d
         taken: set[int] = set()
         for index, param in enumerate(block.params):
             own = uses.get(param, ())
-            if not own or param.dim() < 2 or len({(use.flipped, use.kind == "embedding") for use in own}) > 1:
-                continue  # used in ways that have no common factors
-            bias = own[0].bias
-            rows = param.shape[1] if own[0].flipped else param.shape[0]
+            if not _have_factors(param, own):
+                continue
+            # Of an embedding that is the head as well, the head's inputs are taken for the inputs.
+            first = next((use for use in own if use.kind != "embedding"), own[0])
+            bias = first.bias
+            rows = param.shape[1] if first.flipped else param.shape[0]
             joined = (
                 bias is not None
+                and len({use.flipped for use in own}) == 1
                 and all(use.bias is bias for use in own)
                 and added[bias] == {param}
                 and bias in position
                 and bias.numel() == rows
             )
             place = position[bias] if joined and bias is not None else None
-            own_groups.append(_Group(block.name, index, param, True, own[0].flipped, place))
+            own_groups.append(_Group(block.name, index, param, True, first.flipped, place))
             taken.update({index} if place is None else {index, place})
         own_groups += [
             _Group(block.name, index, param) for index, param in enumerate(block.params) if index not in taken
         ]
     return groups
+
+
+def _have_factors(param: Tensor, uses: Sequence[Use]) -> bool:
+    """Whether all uses of a parameter have factors that can be added up."""
+    scales = [use.kind in ("scale", "shift") for use in uses]
+    if not uses or any(scales):
+        return bool(uses) and all(scales)
+    embedded = {use.flipped for use in uses if use.kind == "embedding"}
+    multiplied = {use.flipped for use in uses if use.kind != "embedding"}
+    return param.dim() > 1 and embedded.isdisjoint(multiplied)
 
 
 def parameters_with_factors(outputs: Sequence[Tensor], blocks: Sequence[Block]) -> list[int]:
@@ -408,31 +390,6 @@ def parameters_with_factors(outputs: Sequence[Tensor], blocks: Sequence[Block]) 
         )
         for block in blocks
     ]
-
-
-def _moments(
-    use: Use, gradient: Tensor, homogeneous: bool, max_size: int
-) -> Iterator[tuple[Tensor, Tensor, int]]:
-    """Second moments of inputs and cotangents, summed over positions, and how many these are.
-
-    The positions are samples, places in a sequence or a picture; inputs with a bias end with a 1.
-    """
-    if use.kind == "embedding":
-        indices = saved(use.node, "indices").reshape(-1)
-        size = saved(use.node, "weight_sym_argsize_0")
-        # bincount() would wait for the device.
-        counts = gradient.new_zeros(size).index_add_(0, indices, gradient.new_ones(len(indices)))
-        rows = gradient.reshape(-1, gradient.shape[-1])
-        yield counts, _second_moment(rows, max_size), len(indices)
-        return
-    for inputs, cotangents in use.rows(gradient):
-        if homogeneous:
-            inputs = torch.cat([inputs, inputs.new_ones(len(inputs), 1)], dim=1)
-        yield _second_moment(inputs, max_size), _second_moment(cotangents, max_size), len(inputs)
-
-
-def _second_moment(rows: Tensor, max_size: int) -> Tensor:
-    return rows.T @ rows if rows.shape[1] <= max_size else rows.square().sum(0)
 
 
 def _mean_diagonal(block: Block, groups: Sequence[_Group], factors: Factors) -> Tensor:

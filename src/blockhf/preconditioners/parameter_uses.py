@@ -25,7 +25,8 @@ class Use:
     Attributes:
         node: The operation.
         kind: ``"right"`` or ``"left"`` for the side of a matrix product on which the parameter is,
-            ``"convolution"`` or ``"embedding"``.
+            ``"convolution"`` or ``"embedding"``; ``"scale"`` and ``"shift"`` for a vector that each position
+            is multiplied with, or has added to it after it was normalized.
         flipped: Whether the inputs belong to the parameter's rows and not to its columns.
         bias: The parameter that is added to the product.
     """
@@ -39,9 +40,22 @@ class Use:
         """Inputs and cotangents with one row for each position."""
         if self.kind == "convolution":
             yield from self._patches(gradient)
+        elif self.kind in ("scale", "shift"):
+            rows = (gradient * self._scaled() if self.kind == "scale" else gradient).flatten(0, -2)
+            yield rows.new_ones(len(rows), 1), rows
         else:
             inputs = saved(self.node, _INPUTS[self.node.name(), self.kind])
             yield (inputs.T, gradient.T) if self.kind == "left" else (inputs, gradient)
+
+    def _scaled(self) -> Tensor:
+        """What each position's scale is multiplied with."""
+        if self.node.name() == _torch.LAYER_NORM:
+            inputs, mean, scale = (saved(self.node, name) for name in ("input", "result1", "result2"))
+            normalized: Tensor = (inputs - mean) * scale
+            return normalized
+        is_left = parameter_of(self.node.next_functions[0][0]) is not None
+        other: Tensor = saved(self.node, "other" if is_left else "self")
+        return other
 
     def _patches(self, gradient: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
         weight, inputs = saved(self.node, "weight"), saved(self.node, "input")
@@ -68,6 +82,8 @@ _NEEDED = {
     _torch.CONVOLUTION: ("input", "weight", "dilation", "padding", "stride", "groups", "transposed"),
     _torch.ADDED_MATRIX_PRODUCT: ("mat1", "mat2", "alpha", "beta"),
     _torch.MATRIX_PRODUCT: ("self", "mat2"),
+    _torch.LAYER_NORM: ("input", "result1", "result2"),
+    _torch.MULTIPLICATION: ("self", "other"),
 }
 """What must be kept of an operation for a use of a parameter to be of use here."""
 
@@ -77,8 +93,9 @@ def find_uses(outputs: Sequence[Tensor], params: Iterable[Tensor]) -> dict[Tenso
     params = set(params)
     uses: dict[Tensor, list[Use]] = {}
     for node in _nodes_behind(outputs):
-        if (found := _use_of(node)) is not None and found[0] in params:
-            uses.setdefault(found[0], []).append(found[1])
+        for param, use in _uses_of(node):
+            if param in params:
+                uses.setdefault(param, []).append(use)
     return uses
 
 
@@ -92,6 +109,26 @@ def _nodes_behind(outputs: Sequence[Tensor]) -> Iterator[Any]:
             seen.add(node)
             yield node
             todo += [following for following, _ in node.next_functions]
+
+
+def _uses_of(node: Any) -> Iterator[tuple[Tensor, Use]]:
+    """The parameters that an operation multiplies with something, if there is a rule for it."""
+    name, sources = node.name(), [source for source, _ in node.next_functions]
+    if name == _torch.LAYER_NORM and saves(node, *_NEEDED[name]):
+        for source, kind in zip(sources[1:], ("scale", "shift"), strict=False):
+            param = parameter_of(source)
+            if param is not None and param.dim() == 1:
+                yield param, Use(node, kind)
+    elif name == _torch.MULTIPLICATION and saves(node, *_NEEDED[name]):
+        left, right = map(parameter_of, sources)
+        param, other = (left, "other") if right is None else (right, "self")
+        if (left is None) == (right is None) or param is None or param.dim() != 1:
+            return
+        factor = saved(node, other)
+        if factor is not None and factor.dim() > 1 and factor.shape[-1] == len(param):
+            yield param, Use(node, "scale")
+    elif (found := _use_of(node)) is not None:
+        yield found
 
 
 def _use_of(node: Any) -> tuple[Tensor, Use] | None:
