@@ -113,10 +113,14 @@ class Update:
         values = [float(self.groups[index]["damping"]) for index in mine]
         if diagonals is None:
             return values
-        known = read([own for own in diagonals if own is not None]) if diagonals else []
-        numbers = iter(number for (number,) in known)
+        found = {place: own for place, own in enumerate(diagonals) if own is not None}
+        for place in range(len(mine)):
+            stored = None if place in found or operator.root(place) is not None else operator.dense(place)
+            if stored is not None:
+                found[place] = stored.diagonal().mean()
+        known = dict(zip(found, read(list(found.values())), strict=True))
         scales = [
-            operator.mean_diagonal(place, self.gradient[index]) if diagonals[place] is None else next(numbers)
+            known[place][0] if place in known else operator.mean_diagonal(place, self.gradient[index])
             for place, index in enumerate(mine)
         ]
         decays = [self.point.decays[index] for index in mine]

@@ -134,6 +134,7 @@ def test_all_choices_give_on_a_device_what_they_give_on_the_cpu(
 
 METHODS: dict[str, tuple[Callable[..., BlockHF], int]] = {
     "paper": (BlockHF.paper, 6),
+    "default": (BlockHF, 10),
 }
 
 

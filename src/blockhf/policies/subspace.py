@@ -13,7 +13,7 @@ from blockhf.blocks import Block
 from blockhf.linalg import BlockOperator
 from blockhf.policies.search import Choice, Proposal, Search, Situation
 from blockhf.policy import PolicyState
-from blockhf.scalars import read
+from blockhf.scalars import on_host, read
 
 LossAt = Callable[[Sequence[Tensor]], Tensor]
 """The loss after an update."""
@@ -256,7 +256,7 @@ class _Model:
         slopes = torch.stack([gradient[column] @ v for column, v in zip(columns, vectors, strict=True)])
         squares = torch.stack([v @ v for v in vectors])
         curved = operator.gram(columns, vectors)
-        slopes, curved, squares = (tensor.double().cpu() for tensor in (slopes, curved, squares))
+        slopes, curved, squares = on_host(slopes, curved, squares)
         least = squares * squares.new_tensor(floors)
         return cls(
             columns, slopes, curved, curved + damping * torch.diag(curved.diagonal().abs().maximum(least))
