@@ -61,8 +61,8 @@ class Linearized:
             ).to(block.params[0].dtype)
             for row in range(len(self.blocks)):
                 products = torch.stack([self.matrix.product(row, column, probe) for probe in probes])
-                expected = probes.double() @ dense[owned[row]][:, owned[column]].T
-                difference = (products - expected).norm().detach()
+                expected = (probes.double() @ dense[owned[row]][:, owned[column]].T).detach()
+                difference = (products.detach() - expected).norm()
                 errors.append(float(difference and difference / expected.norm()))
         return max(errors)
 
