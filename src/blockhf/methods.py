@@ -11,6 +11,7 @@ from blockhf.batches import batch_size, fingerprint
 from blockhf.bookkeeping import BlockOptimizer
 from blockhf.curvature import Auto, Curvature, Factored, GaussNewton
 from blockhf.linalg import Cholesky, ConjugateGradient
+from blockhf.objective import check_objective
 from blockhf.options import PLAN
 from blockhf.plan import FEW_SAMPLES, Batch, why_complete
 from blockhf.points import draw
@@ -71,6 +72,7 @@ class NamedMethods(BlockOptimizer):
     sampling: Sampling
     curvature: Curvature
     population: int | None
+    _num_still: int = 0
     _replaced: dict[str, Any] | None = None
     """What a batch without noise has put aside."""
 
@@ -78,8 +80,9 @@ class NamedMethods(BlockOptimizer):
     def _memory(self) -> State:
         return self.policy_state[PLAN].shared
 
-    def _drawn(self, batch: Any) -> Any:
+    def _drawn(self, objective: Any, batch: Any) -> Any:
         """The batch, or new points where a function that draws them is given."""
+        check_objective(objective)
         is_drawn = callable(batch)
         if is_drawn or "is_drawn" in self._memory:
             self._memory["is_drawn"] = is_drawn

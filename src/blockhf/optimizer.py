@@ -201,7 +201,7 @@ class BlockHF(NamedMethods):
         """
         objective, batch, curvature_batch = what_to_step(objective, batch, curvature_batch, closure)
         with self._transaction(self._blocks()) as before, contextlib.ExitStack() as stack:
-            batch = self._drawn(batch)
+            batch = self._drawn(objective, batch)
             update = self._begin(objective, batch, curvature_batch, before, searches=True)
             self._find_directions(update, stack)
             if not update.failed:
@@ -408,7 +408,7 @@ class BlockHF(NamedMethods):
             memory["num_updates"] = memory.get("num_updates", 0) + 1
             if not self.search.evaluates:
                 update.compare_with_last(memory)
-        update.count_still(self._memory)
+        self._num_still = update.count_still(self._num_still)
         if update.is_sound and self._memory.get("is_drawn"):
             num_params = sum(block.size for block in update.blocks)
             learn(

@@ -181,15 +181,15 @@ class Update:
         self.warn(risen(memory.get("last_loss"), self.value))
         memory["last_loss"] = self.value
 
-    def count_still(self, memory: State) -> None:
-        """Count the steps in a row after which loss and parameters are as good as before."""
-        choice, number = self.choice, memory.pop("num_still", 0)
+    def count_still(self, number: int) -> int:
+        """The steps in a row after which the loss is as good as before, from those before this one."""
+        choice = self.choice
         if choice is None or not self.is_sound or (choice.update is not None and choice.loss is None):
-            return
+            return 0
         before = self.value if choice.before is None else choice.before
         fallen = 0.0 if choice.loss is None else before - choice.loss
-        if fallen <= STILL * abs(before):
-            memory["num_still"] = self.num_still = number + 1
+        self.num_still = number + 1 if fallen <= STILL * abs(before) else 0
+        return self.num_still
 
     def differentiate(self) -> None:
         """Loss and gradient; the update fails where they are not finite."""
