@@ -119,7 +119,9 @@ class Factored(Products):
             num_outputs = hessians.shape[-1]
             size = num_outputs * sum(block.size for block in samples.blocks) * hessians.element_size()
             self._check_size(samples.num_samples * size)
-            lower, along = _scaled_slopes(own, hessians * part.weight, part.weight)
+            # Where nothing counts, the loss may be no number.
+            weighed = hessians * part.weight if part.weight else torch.zeros_like(hessians)
+            lower, along = _scaled_slopes(own, weighed, part.weight)
             slopes.append(along)
             scales.append((chosen, lower))
             kind = (length, None if length is None else chosen)
@@ -340,7 +342,8 @@ def _scaled_slopes(evaluation: Evaluation, hessians: Tensor, weight: float) -> t
     slopes = torch.autograd.grad(
         evaluation.loss, evaluation.outputs, retain_graph=True, allow_unused=True, materialize_grads=True
     )
-    flat = torch.cat([own.reshape(len(hessians), -1) for own in slopes], dim=1).detach() * weight
+    flat = torch.cat([own.reshape(len(hessians), -1) for own in slopes], dim=1).detach()
+    flat = flat * weight if weight else torch.zeros_like(flat)
     if hessians.shape[-1] == 1:
         values, vectors = hessians[..., 0], torch.ones_like(hessians)
     else:

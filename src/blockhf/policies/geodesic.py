@@ -69,7 +69,7 @@ class Geodesic(Search):
         return True
 
     def choose(self, situation: Situation, state: PolicyState) -> Choice:
-        if situation.curvature is not situation.point:
+        if situation.curvature.samples.num_samples != situation.point.samples.num_samples:
             return self.other.choose(situation, state)
         with situation.curvature.linearize() as operator:
             roots = [operator.root(index) for index in range(len(situation.proposals))]
