@@ -132,12 +132,11 @@ class Point:
     def outputs_at(self, update: Sequence[Tensor]) -> list[list[Tensor]]:
         """The outputs there, of each part of the samples of this process."""
         structure = self.samples.structure
-        if not structure.hides_outputs:
-            found = self._evaluations_at(update)
-            if all(len(each.outputs) == structure.num_tensors for each in found):
-                return [list(each.outputs) for each in found]
-            structure.hides_outputs = True
-        found = self._evaluations_at(update, with_graph=True)
+        if structure.hides_outputs is None:
+            with self.samples.ledger.once():  # a resumed run looks again
+                found = self._evaluations_at(update)
+            structure.hides_outputs = any(len(each.outputs) != structure.num_tensors for each in found)
+        found = self._evaluations_at(update, with_graph=structure.hides_outputs)
         return [list(each.outputs) for each in found]
 
     def _evaluations_at(self, update: Sequence[Tensor], *, with_graph: bool = False) -> list[Evaluation]:

@@ -78,7 +78,8 @@ class Structure:
         modules: Those that it called, those within them, and those that it refers to.
         num_outputs: Outputs of a sample.
         num_tensors: Tensors of outputs.
-        hides_outputs: Whether some of them cannot be told from other tensors without a graph to parameters.
+        hides_outputs: Whether some of them cannot be told from other tensors without a graph to parameters;
+            ``None`` until somebody has looked.
         num_positions: Predictions of a sample: places in a sequence or a picture.
         num_nodes: Operations in the graph of the loss.
         is_checked: Whether its first step has been looked at.
@@ -88,7 +89,7 @@ class Structure:
     modules: list[nn.Module] = field(default_factory=list)
     num_outputs: int = 0
     num_tensors: int = 0
-    hides_outputs: bool = False
+    hides_outputs: bool | None = None
     num_positions: int = 1
     num_nodes: int = 0
     is_checked: bool = False
