@@ -254,3 +254,31 @@ def test_the_same_defaults_diverge_on_none_of_the_tasks(
         best = min(best, loss)
         assert loss < 1.2 * best  # of samples that no step has seen
     assert best < 0.8 * first
+
+
+@pytest.mark.parametrize("factor", [2.0**-10, 2.0**10, 1e3])
+def test_the_loss_times_a_constant_gives_the_same_run(factor: float) -> None:
+    """Noisy samples, new ones at each step, of which some are held out."""
+    found = []
+    for scale in (1.0, factor):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(6, 10), nn.Tanh(), nn.Linear(10, 3)).double()
+
+        def objective(
+            batch: tuple[Tensor, Tensor], model: nn.Module = model, scale: float = scale
+        ) -> tuple[Tensor, Tensor]:
+            outputs = model(batch[0])
+            return outputs, F.cross_entropy(outputs, batch[1]) * scale
+
+        optimizer = BlockHF(blocks.by_layer(model))
+        sizes = []
+        for _ in range(8):
+            inputs = torch.randn(1600, 6).double()
+            noise = torch.randn(1600, 3).double()
+            optimizer.step(objective, (inputs, (inputs[:, :3].sin() + noise).argmax(1)))
+            assert optimizer.report is not None
+            sizes.append(optimizer.report.work["gradient_batch"])
+        found.append((torch.cat([param.detach().flatten() for param in model.parameters()]), sizes))
+    (plain, sizes), (scaled, others) = found
+    assert others == sizes
+    torch.testing.assert_close(scaled, plain, rtol=1e-6, atol=1e-8)

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from blockhf import Kronecker, PolicyState
+from blockhf import BlockHF, Kronecker, NoiseScale, PolicyState, blocks
 from blockhf.preconditioners.moments import sum_of_products
 from preconditioner_tasks import X2, moment, point_of, prepared, randn
 
@@ -264,3 +264,22 @@ def test_an_exact_block_is_inverted_with_the_whole_damping() -> None:
     dense = torch.block_diag(scale, shift) + 0.1 * torch.eye(6, dtype=torch.float64)
     vector = randn(6)
     torch.testing.assert_close(inverse @ vector, torch.linalg.solve(dense, vector))
+
+
+def test_factors_are_found_where_autocast_casts_the_weights() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(5, 4), nn.Tanh(), nn.Linear(4, 3))
+    inputs, targets = torch.randn(32, 5), torch.randint(3, (32,))
+
+    def objective(batch: Tensor) -> tuple[Tensor, Tensor]:
+        with torch.autocast("cpu", torch.bfloat16):
+            outputs = model(batch)
+        return outputs, nn.functional.cross_entropy(outputs.float(), targets[: len(batch)])
+
+    optimizer = BlockHF(blocks.by_layer(model), sampling=NoiseScale())
+    optimizer.step(objective, inputs)
+    state = optimizer.policy_state["preconditioner"]
+    for name, size in (("0", 6), ("2", 5)):  # inputs and the bias
+        factors = state.of(name)["factors"]["0"]
+        assert factors["inputs"].shape == (size, size)
+        assert factors["inputs"].dtype == torch.float32

@@ -177,7 +177,7 @@ class Kronecker(Preconditioner):
             for (group, use), gradient in zip(factored, gradients, strict=False):
                 if gradient is not None:
                     for inputs, cotangents, positions in moments(
-                        use, gradient, group.bias is not None, self.max_size
+                        use, gradient, group.bias is not None, self.max_size, group.weight.dtype
                     ):
                         if part.is_stand_in:
                             inputs, positions = torch.zeros_like(inputs), 0

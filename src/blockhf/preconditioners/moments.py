@@ -86,21 +86,23 @@ def _trace(factor: Tensor) -> Tensor:
 
 
 def moments(
-    use: Use, gradient: Tensor, homogeneous: bool, max_size: int
+    use: Use, gradient: Tensor, homogeneous: bool, max_size: int, dtype: torch.dtype
 ) -> Iterator[tuple[Tensor, Tensor, int]]:
     """Second moments of inputs and cotangents, summed over positions, and how many these are.
 
-    The positions are samples, places in a sequence or a picture; inputs with a bias end with a 1.
+    The positions are samples, places in a sequence or a picture; inputs with a bias end with a 1. The moments
+    are of the parameter's ``dtype``, which under autocast is not that of the inputs.
     """
     if use.kind == "embedding":
         indices = saved(use.node, "indices").reshape(-1)
         size = saved(use.node, "weight_sym_argsize_0")
         # bincount() would wait for the device.
         counts = gradient.new_zeros(size).index_add_(0, indices, gradient.new_ones(len(indices)))
-        rows = gradient.reshape(-1, gradient.shape[-1])
-        yield counts, _second_moment(rows, max_size), len(indices)
+        rows = gradient.reshape(-1, gradient.shape[-1]).to(dtype)
+        yield counts.to(dtype), _second_moment(rows, max_size), len(indices)
         return
     for inputs, cotangents in use.rows(gradient):
+        inputs, cotangents = inputs.to(dtype), cotangents.to(dtype)
         if homogeneous:
             inputs = torch.cat([inputs, inputs.new_ones(len(inputs), 1)], dim=1)
         yield _second_moment(inputs, max_size), _second_moment(cotangents, max_size), len(inputs)

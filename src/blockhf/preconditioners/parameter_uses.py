@@ -166,6 +166,9 @@ def _leaf_of(node: Any) -> tuple[Tensor, bool] | None:
         if (param := parameter_of(node)) is not None:
             return param, transposed
         name = node.name()
+        if name in _torch.CASTS:  # as autocast makes
+            node = node.next_functions[0][0]
+            continue
         swaps = name == _torch.PERMUTATION and saves(node, "dims")
         swaps = swaps and [dim % 2 for dim in saved(node, "dims")] == [1, 0]  # .T
         if name not in _torch.TRANSPOSES and not swaps:
@@ -176,6 +179,6 @@ def _leaf_of(node: Any) -> tuple[Tensor, bool] | None:
 
 
 def _bias_of(node: Any) -> Tensor | None:
-    while node is not None and node.name() in _torch.SPREADING_VIEWS:
+    while node is not None and node.name() in (*_torch.SPREADING_VIEWS, *_torch.CASTS):
         node = node.next_functions[0][0]
     return parameter_of(node)
