@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from blockhf.batches import Share, batch_size, rebuild, select, stratified, take, tensors_of, without
+from blockhf.batches import Share, batch_size, gather, rebuild, select, stratified, take, tensors_of, without
 
 X, Y = torch.arange(12.0).view(6, 2), torch.arange(6)
 
@@ -221,3 +221,29 @@ def test_equal_stretches_have_as_many_places_where_that_can_be(
     size = own + rest
     places = stratified(own * num_ranks, size * num_ranks, torch.Generator().manual_seed(seed))
     assert torch.bincount(places // size, minlength=num_ranks).tolist() == [own] * num_ranks
+
+
+def test_batches_are_gathered_until_there_are_enough_samples() -> None:
+    inputs, number = torch.randn(10, 2), torch.arange(10)
+    loader = [
+        {"inputs": inputs[start : start + 2], "rest": (number[start : start + 2], list("ab")), "scale": 0.5}
+        for start in range(0, 10, 2)
+    ]
+    first, second, third = gather(loader, 3)
+    assert torch.equal(torch.cat([first["inputs"], second["inputs"], third["inputs"]]), inputs)
+    assert first["rest"][0].tolist() == [0, 1, 2, 3]
+    assert first["rest"][1] == ["a", "b", "a", "b"]
+    assert first["scale"] == 0.5
+    assert len(third["inputs"]) == 2, "what is left, as it is at least half as many"
+
+
+@pytest.mark.parametrize(("num_samples", "expected"), [(4, [4, 4, 2]), (8, [8]), (1, [2] * 5), (99, [10])])
+def test_what_is_left_over_is_passed_on_where_it_is_no_less_than_half(
+    num_samples: int, expected: list[int]
+) -> None:
+    assert [len(batch) for batch in gather(torch.arange(10).split(2), num_samples)] == expected
+
+
+def test_no_samples_cannot_be_gathered() -> None:
+    with pytest.raises(ValueError, match=r"^num_samples is 0, but must be at least 1\."):
+        next(gather([torch.ones(2)], 0))

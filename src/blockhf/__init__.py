@@ -1,6 +1,7 @@
 """Block-diagonal Hessian-free optimization for PyTorch."""
 
 from blockhf import blocks, curvature
+from blockhf.batches import gather
 from blockhf.blocks import Block
 from blockhf.check import CheckReport, check
 from blockhf.curvature import (
@@ -130,6 +131,7 @@ __all__ = [
     "check",
     "conjugate_gradient",
     "curvature",
+    "gather",
     "least_squares",
     "mesh",
 ]

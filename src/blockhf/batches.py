@@ -154,6 +154,51 @@ def select(batch: Any, places: Tensor) -> Any:
     return _cut(batch, pick)
 
 
+def gather(batches: Iterable[Any], num_samples: int) -> Iterator[Any]:
+    """Join the batches of a loader until there are so many samples together.
+
+    For loaders whose batches are too small to hold samples out of. What is left at the end is passed on where
+    it is at least half as many, or where there is nothing else.
+
+    Args:
+        batches: Nestings of tensors, each with the samples first.
+        num_samples: The fewest samples to join; a few thousand do well.
+
+    >>> [len(batch) for batch in gather(torch.arange(10).split(2), 4)]
+    [4, 4, 2]
+    """
+    if num_samples < 1:
+        raise ValueError(f"num_samples is {num_samples}, but must be at least 1.")
+    parts: list[Any] = []
+    number, is_first = 0, True
+    for batch in batches:
+        parts.append(batch)
+        number += batch_size(batch)
+        if number >= num_samples:
+            yield _joined(parts)
+            parts, number, is_first = [], 0, False
+    if parts and (is_first or 2 * number >= num_samples):
+        yield _joined(parts)
+
+
+def _joined(parts: Sequence[Any]) -> Any:
+    """One nesting out of several of the same form."""
+    first = parts[0]
+    if isinstance(first, Tensor):
+        return torch.cat(list(parts)) if first.dim() > 0 else first
+    if _is_array(first):
+        return sys.modules["numpy"].concatenate(parts)
+    if _is_plain(first) and not isinstance(first, tuple):
+        return [value for part in parts for value in part]
+    if isinstance(first, Mapping):
+        joined = {key: _joined([part[key] for part in parts]) for key in first}
+        return joined if not isinstance(first, dict) else type(first)(joined)
+    if isinstance(first, (tuple, list)):
+        own = [_joined(list(members)) for members in zip(*parts, strict=True)]
+        return type(first)(*own) if _is_record(first) else type(first)(own)
+    return first
+
+
 def rebuild(batch: Any, tensors: Iterable[Tensor]) -> Any:
     """The same nesting with other tensors, given in the order of ``tensors_of``."""
     others = iter(tensors)
@@ -214,7 +259,7 @@ def _mapped(nest: Any, function: Callable[[Any], Any]) -> Any:
         for key, value in values.items():
             part[key] = value
         return part
-    if isinstance(nest, tuple) and hasattr(nest, "_fields"):
+    if _is_record(nest):
         return type(nest)(*(_mapped(value, function) for value in nest))
     if isinstance(nest, (tuple, list)):
         return type(nest)(_mapped(value, function) for value in nest)
@@ -225,6 +270,11 @@ def _is_array(member: Any) -> bool:
     """Whether it is an array of numpy with a first dimension; numpy is asked only where it is in use."""
     numpy = sys.modules.get("numpy")
     return numpy is not None and isinstance(member, numpy.ndarray) and member.ndim > 0
+
+
+def _is_record(nest: Any) -> bool:
+    """Whether it is a tuple whose members have names."""
+    return isinstance(nest, tuple) and hasattr(nest, "_fields")
 
 
 def _is_plain(member: Any) -> bool:

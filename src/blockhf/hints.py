@@ -22,8 +22,8 @@ _ONE_BLOCK = (
 )
 _SMALL_BATCH = (
     "a batch of {number} samples is too small to hold any out, so step lengths are chosen on the samples "
-    "that the directions come from. Pass {enough} samples or more, e.g. several batches of the loader at "
-    "once."
+    "that the directions come from. Pass {enough} samples or more, better some thousands: "
+    "for batch in blockhf.gather(loader, 4096)."
 )
 
 
