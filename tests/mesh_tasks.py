@@ -32,8 +32,12 @@ Batch = tuple[Tensor, Tensor]
 
 
 def default(groups: Any, **options: Any) -> BlockHF:
-    """As it comes, but for the number of samples, which goes by the cost, and that is another on a mesh."""
-    return BlockHF(groups, curvature_batch_size=NUM_CURVED, **{"sampling": AllSamples(), **options})
+    """With default settings, but for the number of samples, which goes by the cost, another one on a mesh.
+
+    The search is named, as one process alone would else solve a batch that comes again exactly.
+    """
+    settings = {"sampling": AllSamples(), "search": Subspace(), **options}
+    return BlockHF(groups, curvature_batch_size=NUM_CURVED, **settings)
 
 
 def paper(groups: Any, **options: Any) -> BlockHF:
@@ -385,7 +389,7 @@ def killed(where: str, shape: tuple[int, int]) -> None:
         if where == "gradient":
             optimizer.step(die, batch)
         elif where == "cg":
-            optimizer._solve = die  # type: ignore[method-assign]
+            optimizer._begin_solution = die  # type: ignore[method-assign]
         else:
             optimizer.mesh.exchange = die  # type: ignore[method-assign]
     optimizer.step(objective_for("mean"), batch)

@@ -20,7 +20,7 @@ def fell(share: float) -> Callable[[Found], bool]:
 CASES: dict[str, tuple[str, Callable[[Found], bool], Callable[[Found], bool]]] = {
     "mlp": ("--steps 6 --samples 400 --width 8", fell(1.0), lambda found: found["accuracy"] > 0.98),
     "resnet": ("--steps 2 --samples 128 --size 8 --width 2", fell(1.05), lambda f: f["accuracy"] > 0.8),
-    "gpt": ("--steps 2 --sequences 64 --context 8 --width 8 --layers 1", fell(0.98), fell(0.55)),
+    "gpt": ("--steps 4 --sequences 256 --context 8 --width 8 --layers 1", fell(0.98), fell(0.55)),
     "lora": (
         "--steps 3 --samples 400 --width 8 --rank 2",
         lambda found: fell(1.0)(found) and found["kept"],

@@ -40,7 +40,7 @@ def test_a_campaign_goes_on_where_it_stopped(tmp_path: Path) -> None:
 
 
 def test_no_time_makes_an_empty_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    arguments = ("interrupts", "--number", "3", "--seed", "1", "--seconds", "0", "--out", str(tmp_path))
+    arguments = ("interrupts", "--number", "3", "--seed", "1", "--seconds", "1e-9", "--out", str(tmp_path))
     assert run_main(monkeypatch, "fuzz", *arguments) == 0
     assert json.loads((tmp_path / "interrupts.json").read_text())["done"] == 0
 

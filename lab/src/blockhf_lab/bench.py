@@ -552,16 +552,16 @@ def _adam(case: Network, batch: tuple[Tensor, Tensor]) -> Callable[[], None]:
 def lstm_steps(options: Options) -> list[StepRow]:
     """Updates of block HF on the LSTM, 100 CG iterations a block, with formed blocks and without.
 
-    After eight updates of the default method, as at the very start CG ends before that.
+    After eight updates by Martens' method, as at the very start CG ends before that.
     """
     curvature = min(options.samples or SAMPLES["lstm"], 1200)
     data = digits()
     pictures = data.train_images[: 5 * curvature].view(-1, 1, 28, 28)
     batch = F.avg_pool2d(pictures, 4).flatten(1).unsqueeze(2), data.train_labels[: 5 * curvature]
     trained = network("lstm", 1, options.seed)
-    default = BlockHF(trained.groups)
+    trainer = BlockHF.martens(trained.groups)
     for _ in range(8):
-        default.step(trained.objective, batch)
+        trainer.step(trained.objective, batch)
     full, few = 100, 5
     steppers = {}
     for name, ways_, steps in (("formed", Formed(), full), ("double backward", DoubleBackward(), few)):

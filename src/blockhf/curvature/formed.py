@@ -105,7 +105,9 @@ class Formed(Products):
                     curved = hessians.times(start, stop, rows.view(stop - start, num_outputs, -1))
                     curved = curved.flatten(0, 1) * part.weight
                     if terms is not None:
-                        terms.sizes[place] += float(curved.norm() * rows.norm())
+                        norm = float(rows.norm())
+                        largest = hessians.cancelling * abs(part.weight) * norm
+                        terms.sizes[place] += max(float(curved.norm()), largest) * norm
                     total.addmm_(rows.T, curved)
 
     @staticmethod

@@ -72,6 +72,11 @@ class SampleHessians:
         ]
         return torch.cat(curved, dim=2).movedim(0, -1).to(rows.dtype)
 
+    @property
+    def cancelling(self) -> float:
+        """How large the terms are that may cancel in ``H``, as far as is known."""
+        return max((form.cancelling for form in self._forms or ()), default=0.0)
+
     def dense(self) -> Tensor:
         """All of them, stored."""
         if self._stored is None:

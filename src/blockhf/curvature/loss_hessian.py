@@ -38,6 +38,11 @@ class OutputHessian(abc.ABC):
     def root_times(self, noise: Tensor) -> Tensor:
         """``S n`` with ``S Sᵀ = H``; a direction of negative curvature has no part in it."""
 
+    @property
+    def cancelling(self) -> float:
+        """How large the terms are that all but cancel in ``H``, where some do; only rounding is left then."""
+        return 0.0
+
     @abc.abstractmethod
     def of_samples(self, start: int, stop: int) -> OutputHessian:
         """Of some of the samples, which the output has first."""
@@ -72,6 +77,10 @@ class Softmax(OutputHessian):
     probabilities: Tensor
     weights: Tensor
     dim: int
+
+    @property
+    def cancelling(self) -> float:
+        return float(self.weights.max())
 
     def times(self, tangent: Tensor) -> Tensor:
         weighted = self.probabilities * tangent

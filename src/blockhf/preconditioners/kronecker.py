@@ -189,17 +189,19 @@ class Kronecker(Preconditioner):
 
 
 def _warn_of_none(blocks: Sequence[Block], state: PolicyState) -> None:
-    """Say once that a model multiplies matrices, of which none was found in autograd's graph."""
+    """Say once that no matrices were found in autograd's graph, where even a plain product is not found."""
     matrices = [param for block in blocks for param in block.params if param.dim() > 1]
     if matrices and not state.cache.get("warned"):
         state.cache["warned"] = True
-        warnings.warn(
-            f"No Kronecker factors were found for {len(matrices)} matrices of the model, so a diagonal takes "
-            "their place. Either this version of torch names the nodes of autograd's graph in a new way "
-            f"({torch.__version__}; docs/versions.md has those that were tested), or the model multiplies "
-            "matrices in none of the ways that are known: then preconditioner=Diagonal() says so.",
-            stacklevel=2,
-        )
+        weight = torch.ones(1, 1, requires_grad=True, device="cpu")
+        if not find_uses([torch.ones(1, 1, device="cpu") @ weight], [weight]):
+            warnings.warn(
+                f"No Kronecker factors were found for {len(matrices)} matrices of the model, so a diagonal "
+                f"takes their place. This version of torch, {torch.__version__}, names the nodes of "
+                "autograd's graph in a new way. To have it so without a warning, pass "
+                "preconditioner=Diagonal().",
+                stacklevel=2,
+            )
 
 
 def _finite(sums: dict[tuple[str, str], dict[str, Tensor]]) -> dict[tuple[str, str], dict[str, Tensor]]:
