@@ -37,6 +37,11 @@ def test_a_record_tells_what_passed_failed_and_was_skipped(tmp_path: Path) -> No
     )
 
 
+def test_the_page_is_what_the_records_make_it() -> None:
+    text = (ROOT / "docs" / "versions.md").read_text(encoding="utf-8")
+    assert text == versions.page(ROOT / "results" / "versions"), "Run python -m blockhf_lab.versions page."
+
+
 def test_without_records_there_is_no_page(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="There is no record"):
         versions.page(tmp_path)
