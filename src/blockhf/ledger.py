@@ -126,8 +126,8 @@ class Ledger:
             return
         place = (kind, key, self._scope)
         flops = self._known.get(place)
-        line, size = self._line(kind, key)
-        if flops is None and line is not None:
+        line, size = self._line(kind, key) if flops is None else (None, 0)
+        if line is not None:
             flops = line.at(size)
         self._inside = True
         try:
