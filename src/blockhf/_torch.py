@@ -136,6 +136,7 @@ PARAMETER = "torch::autograd::AccumulateGrad"
 EMBEDDING, CONVOLUTION = "EmbeddingBackward0", "ConvolutionBackward0"
 MATRIX_PRODUCT, ADDED_MATRIX_PRODUCT = "MmBackward0", "AddmmBackward0"
 LAYER_NORM, MULTIPLICATION = "NativeLayerNormBackward0", "MulBackward0"
+BATCH_NORMS = ("NativeBatchNormBackward0", "CudnnBatchNormBackward0", "MiopenBatchNormBackward0")
 TRANSPOSES, PERMUTATION = ("TBackward0", "TransposeBackward0"), "PermuteBackward0"
 CASTS = ("ToCopyBackward0",)
 SPREADING_VIEWS = ("UnsqueezeBackward0", "ExpandBackward0", "ViewBackward0")

@@ -11,7 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from blockhf import BlockHF, Kronecker, NoiseScale, PolicyState, blocks
+from blockhf import BlockHF, Kronecker, NoiseScale, PolicyState, blocks, conjugate_gradient
+from blockhf.linalg import Damped, DiagonalBlock
 from blockhf.preconditioners.moments import sum_of_products
 from preconditioner_tasks import X2, moment, point_of, prepared, randn
 
@@ -44,6 +45,7 @@ class Called(nn.Module):
 X3, PICTURES, LINES = randn(4, 5, 3), randn(3, 2, 7, 6), randn(3, 2, 9)
 CONV = nn.Conv2d(2, 4, (3, 2), stride=(2, 1), padding=(1, 1), dilation=(1, 2))
 CONV1D = nn.Conv1d(2, 3, 3, stride=2, padding=1, dilation=2)
+CUBES = randn(2, 2, 4, 3, 5)
 
 
 @pytest.mark.parametrize(
@@ -68,6 +70,32 @@ CONV1D = nn.Conv1d(2, 3, 3, stride=2, padding=1, dilation=2)
             LINES,
             moment(F.unfold(LINES[:, :, None], (1, 3), (1, 2), (0, 1), (1, 2)).transpose(1, 2)),
             id="conv1d",
+        ),
+        pytest.param(
+            nn.Conv3d(2, 3, (4, 3, 5)),
+            CUBES,
+            moment(CUBES.flatten(1)),
+            id="conv3d, one place for each sample",
+        ),
+        pytest.param(
+            nn.Conv2d(2, 4, 3, groups=2),
+            PICTURES,
+            torch.stack(
+                [moment(F.unfold(channel, 3).transpose(1, 2)) for channel in PICTURES.split(1, dim=1)]
+            ),
+            id="grouped conv2d",
+        ),
+        pytest.param(
+            nn.ConvTranspose2d(2, 4, 3, stride=2, padding=1, output_padding=1, bias=False),
+            PICTURES,
+            moment(PICTURES.movedim(1, -1), False),
+            id="transposed conv2d",
+        ),
+        pytest.param(
+            nn.ConvTranspose1d(2, 4, 3, dilation=3, output_padding=2, groups=2, bias=False),
+            LINES,
+            LINES.movedim(1, 0).square().mean((1, 2))[:, None, None],
+            id="transposed and grouped conv1d",
         ),
         pytest.param(
             nn.Embedding(4, 3),
@@ -151,6 +179,17 @@ class TiedEmbedding(nn.Module):
         return torch.tanh(self.embed(tokens)) @ self.embed.weight.T
 
 
+class TwiceGrouped(nn.Module):
+    """One matrix, for convolutions with one group and with two."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(randn(4, 2, 1, 1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.conv2d(F.conv2d(x, self.weight), self.weight, groups=2)
+
+
 class Scaled(nn.Module):
     """A vector by which each position is scaled, as in root-mean-square norms."""
 
@@ -169,7 +208,10 @@ class Scaled(nn.Module):
         pytest.param(Attentive(), randn(3, 5, 4), 2, 1, id="attention"),
         pytest.param(Cell(), randn(5, 2, 3), 2, 0, id="lstm cell"),
         pytest.param(nn.Sequential(nn.Linear(3, 4), nn.LayerNorm(4)), X2, 3, 0, id="layer norm"),
-        pytest.param(nn.Conv2d(2, 4, 3, groups=2), PICTURES, 0, 2, id="grouped convolution"),
+        pytest.param(nn.Conv2d(2, 4, 3, groups=2), PICTURES, 1, 0, id="grouped convolution"),
+        pytest.param(nn.ConvTranspose2d(2, 4, 3), PICTURES, 2, 0, id="transposed convolution"),
+        pytest.param(nn.Sequential(nn.Conv2d(2, 4, 3), nn.BatchNorm2d(4)), PICTURES, 3, 0, id="batch norm"),
+        pytest.param(TwiceGrouped(), PICTURES, 0, 1, id="one matrix in two groupings"),
         pytest.param(TiedWeights(), X2, 1, 0, id="tied weights"),
         pytest.param(TiedEmbedding(), torch.tensor([[0, 2], [1, 4]]), 1, 0, id="tied embedding"),
         pytest.param(Scaled(), X2, 2, 0, id="scaled"),
@@ -248,6 +290,93 @@ def test_the_scale_of_a_normalized_position_has_the_exact_block_up_to_the_noise_
     torch.testing.assert_close(scale["cotangents"], expected, rtol=0.05, atol=0.05)
     torch.testing.assert_close(shift["cotangents"], torch.eye(2, dtype=torch.float64), rtol=0.05, atol=0.05)
     assert scale["inputs"].item() == shift["inputs"].item() == 1.0
+
+
+def normalized(model: nn.Module) -> nn.Module:
+    """With statistics of its own, as it is used after training."""
+    for name, buffer in model.named_buffers():
+        if buffer.is_floating_point():
+            buffer.copy_(randn(*buffer.shape, seed=len(name)).square() + 0.5)
+    return model.eval()
+
+
+WHITE = randn(5_000, 2, 3, 3)
+SHIFTED = WHITE + randn(2, 1, 1, seed=7)
+
+
+@pytest.mark.parametrize(
+    ("model", "inputs"),
+    [
+        pytest.param(nn.Conv2d(2, 4, 2, groups=2), SHIFTED, id="grouped"),
+        pytest.param(nn.ConvTranspose2d(2, 3, 2, stride=2, bias=False), SHIFTED, id="transposed, disjoint"),
+        pytest.param(nn.ConvTranspose2d(2, 2, 2, bias=False), WHITE, id="transposed, white inputs"),
+        pytest.param(nn.ConvTranspose2d(2, 4, 2, stride=2, groups=2, bias=False), SHIFTED, id="both"),
+        pytest.param(nn.BatchNorm2d(2), SHIFTED, id="batch norm"),
+        pytest.param(normalized(nn.BatchNorm2d(2)), SHIFTED, id="batch norm in evaluation"),
+    ],
+)
+def test_where_inputs_and_cotangents_are_independent_the_factors_give_the_dense_matrix(
+    model: nn.Module, inputs: Tensor
+) -> None:
+    """Up to the noise of the draw; a bias belongs to the matrix, a scale and a shift have matrices apart."""
+    point = point_of(model.double(), inputs)
+    state = PolicyState()
+    prepared(Kronecker(), point, state=state)
+    with point.linearize() as operator:
+        dense = torch.stack([operator.product(0, 0, unit) for unit in torch.eye(operator.sizes[0]).double()])
+    places, pieces = [], []
+    start = torch.arange(len(dense)).split([param.numel() for param in model.parameters()])
+    for index, own in enumerate(only_factors(state).values()):
+        stack = [own[name].reshape(-1, *own[name].shape[-2:]) for name in ("inputs", "cotangents")]
+        flipped = isinstance(model, nn.ConvTranspose2d)
+        pairs = list(zip(*(reversed(stack) if not flipped else stack), strict=True))
+        pieces += [torch.kron(first, second) for first, second in pairs]
+        rows = start[index].reshape(-1, 1)
+        if isinstance(model, nn.Conv2d):  # each row of the weight ends with its bias
+            rows = torch.cat([start[0].reshape(4, -1), start[1].reshape(4, 1)], dim=1)
+        places.append(rows.reshape(-1))
+    order = torch.cat(places)
+    expected = dense[order][:, order]
+    actual = torch.block_diag(*pieces)
+    if isinstance(model, nn.BatchNorm2d):  # what a scale and a shift have to do with each other is left out
+        expected = expected * torch.block_diag(*torch.ones(2, 2, 2, dtype=torch.float64))
+    scale = expected.diagonal().mean()
+    torch.testing.assert_close(actual / scale, expected / scale, rtol=0.05, atol=0.1)
+
+
+@pytest.mark.parametrize(
+    ("model", "shape"),
+    [
+        pytest.param(nn.Conv1d(20, 6, 1, groups=2), (20, 3), id="grouped"),
+        pytest.param(nn.Conv1d(20, 20, 1, groups=20), (20, 3), id="one group for each channel"),
+        pytest.param(nn.ConvTranspose1d(20, 3, 2, stride=2), (20, 3), id="transposed"),
+        pytest.param(nn.BatchNorm1d(20).eval(), (20, 3), id="batch norm"),
+    ],
+)
+def test_factors_of_convolutions_and_norms_save_iterations(model: nn.Module, shape: tuple[int, ...]) -> None:
+    scales = torch.logspace(-2, 1, 20, dtype=torch.float64)[:, None]
+    point, state = point_of(model.double(), randn(400, *shape) * scales), PolicyState()
+    for _ in range(5):  # averages over the steps
+        inverse = prepared(Kronecker(), point, 1e-7, state)
+    rhs = randn(sum(param.numel() for param in model.parameters()), seed=3)
+    with point.linearize() as matrix:
+        operator = Damped(DiagonalBlock(matrix, 0), 1e-7)
+        plain, helped = (
+            conjugate_gradient(
+                operator, rhs, torch.zeros_like(rhs), rtol=1e-3, max_steps=400, preconditioner=by
+            )
+            for by in (None, inverse)
+        )
+    assert helped.num_steps < 0.5 * plain.num_steps
+
+
+def test_of_large_factors_of_groups_only_the_diagonals_are_kept() -> None:
+    model = nn.Conv2d(4, 4, 2, groups=2).double()
+    inputs = randn(6, 4, 3, 3)
+    (own,), (whole,) = (factors(model, inputs, max_size=size).values() for size in (3, 100))
+    assert own["inputs"].shape == own["inverse inputs"].shape == (2, 1, 9)
+    torch.testing.assert_close(own["inputs"][:, 0], whole["inputs"].diagonal(dim1=1, dim2=2))
+    assert own["cotangents"].shape == (2, 2, 2)
 
 
 def test_an_exact_block_is_inverted_with_the_whole_damping() -> None:

@@ -5,8 +5,8 @@ Where inputs ``a`` are multiplied with a parameter matrix ``W``, the sample's sh
 the means, ``A ⊗ S``, whose inverse is ``A⁻¹ ⊗ S⁻¹``: two small matrices instead of a large one.
 
 The multiplications are found in autograd's graph, so it does not matter by which module or function they were
-made: linear layers and convolutions, embeddings, attention, the steps of recurrent cells. Parameters that are
-not multiplied with anything get a diagonal.
+made: linear layers and convolutions, embeddings, attention, the steps of recurrent cells. Scales and shifts
+of normalized inputs get a small matrix, other parameters that are not multiplied with anything a diagonal.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from torch.autograd.graph import GradientEdge
 from blockhf.blocks import Block
 from blockhf.curvature import Curvature, Noise
 from blockhf.ledger import Ledger
-from blockhf.linalg import BlockOperator, LinearOperator, factorizable
+from blockhf.linalg import BlockOperator, LinearOperator
 from blockhf.objective import Evaluation
 from blockhf.policy import PolicyState
 from blockhf.preconditioners.base import Preconditioner
-from blockhf.preconditioners.moments import Totals, moments
+from blockhf.preconditioners.moments import Totals, damped_inverses, mean_eigenvalue, moments, times
 from blockhf.preconditioners.parameter_uses import Use, find_uses
 from blockhf.samples import Part, Samples
 from blockhf.scalars import read
@@ -234,16 +234,8 @@ def _invert(groups: Sequence[_Group], factors: Factors, damping: float) -> None:
         own = factors.get(group.place, {})
         if not group.factored or "inputs" not in own:
             continue
-        A, S = own["inputs"], own["cotangents"]
-        mean_A, mean_S = _mean_eigenvalue(A), _mean_eigenvalue(S)
-        pi = torch.where((mean_A > 0) & (mean_S > 0), mean_A / mean_S, 1.0).sqrt()
-        root = damping**0.5
-        if A.numel() == 1:  # a scale for each position: there is nothing to split the damping with
-            own["inverse inputs"] = _inverse(A, torch.zeros_like(mean_A))
-            own["inverse cotangents"] = _inverse(S, torch.maximum(damping / mean_A, 1e-6 * mean_S))
-            continue
-        own["inverse inputs"] = _inverse(A, torch.maximum(pi * root, 1e-6 * mean_A))
-        own["inverse cotangents"] = _inverse(S, torch.maximum(root / pi, 1e-6 * mean_S))
+        inverses = damped_inverses(own["inputs"], own["cotangents"], damping)
+        own["inverse inputs"], own["inverse cotangents"] = inverses
 
 
 @dataclass(frozen=True, eq=False)
@@ -272,7 +264,7 @@ class _Inverse:
         return self.block.flatten(results)
 
     def _solve(self, own: Mapping[str, Tensor], matrix: Tensor) -> Tensor:
-        return _times(own["inverse cotangents"], _times(own["inverse inputs"], matrix.T).T)
+        return times(own["inverse cotangents"], times(own["inverse inputs"], matrix.mT).mT)
 
     def _scale(self, diagonal: Tensor | None, piece: Tensor) -> Tensor:
         if diagonal is None:
@@ -292,6 +284,7 @@ class _Group:
         factored: Whether it has factors, and not a diagonal.
         flipped: Whether the inputs belong to the rows and not to the columns.
         bias: Where the bias is in the block.
+        num_groups: How many matrices it is, one below the other.
     """
 
     block: str
@@ -300,6 +293,7 @@ class _Group:
     factored: bool = False
     flipped: bool = False
     bias: int | None = None
+    num_groups: int = 1
 
     @property
     def place(self) -> str:
@@ -323,14 +317,18 @@ class _Group:
     def join(self, pieces: Sequence[Tensor]) -> Tensor:
         """Cotangents by inputs; the bias is the last column."""
         piece = pieces[self.index]
-        matrix = piece.T if self.flipped else piece.reshape(len(piece), -1)
-        return matrix if self.bias is None else torch.cat([matrix, pieces[self.bias].reshape(-1, 1)], dim=1)
+        stack = () if self.num_groups == 1 else (self.num_groups,)
+        matrix = piece.reshape(*stack, len(piece) // self.num_groups, -1)
+        matrix = matrix.mT if self.flipped else matrix
+        if self.bias is None:
+            return matrix
+        return torch.cat([matrix, pieces[self.bias].reshape(*matrix.shape[:-1], 1)], dim=-1)
 
     def split(self, matrix: Tensor) -> Iterator[tuple[int, Tensor]]:
         if self.bias is not None:
-            yield self.bias, matrix[:, -1]
-            matrix = matrix[:, :-1]
-        yield self.index, matrix.T if self.flipped else matrix
+            yield self.bias, matrix[..., -1]
+            matrix = matrix[..., :-1]
+        yield self.index, matrix.mT if self.flipped else matrix
 
 
 def _grouped(uses: Mapping[Tensor, Sequence[Use]], blocks: Sequence[Block]) -> dict[str, list[_Group]]:
@@ -362,7 +360,7 @@ def _grouped(uses: Mapping[Tensor, Sequence[Use]], blocks: Sequence[Block]) -> d
                 and bias.numel() == rows
             )
             place = position[bias] if joined and bias is not None else None
-            own_groups.append(_Group(block.name, index, param, True, first.flipped, place))
+            own_groups.append(_Group(block.name, index, param, True, first.flipped, place, first.num_groups))
             taken.update({index} if place is None else {index, place})
         own_groups += [
             _Group(block.name, index, param) for index, param in enumerate(block.params) if index not in taken
@@ -377,7 +375,9 @@ def _have_factors(param: Tensor, uses: Sequence[Use]) -> bool:
         return bool(uses) and all(scales)
     embedded = {use.flipped for use in uses if use.kind == "embedding"}
     multiplied = {use.flipped for use in uses if use.kind != "embedding"}
-    return param.dim() > 1 and embedded.isdisjoint(multiplied)
+    num_groups = {use.num_groups for use in uses}
+    fit = num_groups == {1} or len(num_groups) == len(multiplied) == 1
+    return param.dim() > 1 and embedded.isdisjoint(multiplied) and fit
 
 
 def parameters_with_factors(outputs: Sequence[Tensor], blocks: Sequence[Block]) -> list[int]:
@@ -401,32 +401,8 @@ def _mean_diagonal(block: Block, groups: Sequence[_Group], factors: Factors) -> 
         own = factors.get(group.place, {})
         if group.factored and "inputs" in own:
             A, S = own["inputs"], own["cotangents"]
-            total = total + _mean_eigenvalue(A) * len(A) * _mean_eigenvalue(S) * len(S)
+            products = mean_eigenvalue(A) * A.shape[-1] * mean_eigenvalue(S) * S.shape[-1]
+            total = total + products.sum()
         elif "diagonal" in own:
             total = total + own["diagonal"].sum()
     return total / block.size
-
-
-def _mean_eigenvalue(factor: Tensor) -> Tensor:
-    return factor.mean() if factor.dim() == 1 else factor.diagonal().mean()
-
-
-def _inverse(factor: Tensor, shift: Tensor) -> Tensor:
-    """Of the factor with ``shift`` added to its diagonal; of a diagonal, a diagonal."""
-    if factor.dim() == 1:
-        return 1 / (factor + shift)
-    shifted = factorizable(factor + shift * torch.eye(len(factor), dtype=factor.dtype, device=factor.device))
-    triangle, failed = torch.linalg.cholesky_ex(shifted)
-    # Where it is singular, or rounding made it indefinite, its diagonal alone.
-    diagonal = shifted.diagonal()
-    fallback = torch.diag(torch.where(diagonal > 0, 1 / diagonal, 1.0))
-    triangle = torch.where(
-        failed == 0, triangle, torch.eye(len(factor), dtype=triangle.dtype, device=factor.device)
-    )
-    inverse = torch.cholesky_inverse(triangle)
-    fine = (failed == 0) & inverse.isfinite().all()
-    return torch.where(fine, inverse, fallback).to(factor.dtype)
-
-
-def _times(factor: Tensor, matrix: Tensor) -> Tensor:
-    return factor[:, None] * matrix if factor.dim() == 1 else factor @ matrix

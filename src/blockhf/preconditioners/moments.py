@@ -1,4 +1,4 @@
-"""Second moments of inputs and cotangents, and their sums: what Kronecker factors are made of."""
+"""Kronecker factors: second moments of inputs and cotangents, their sums and inverses."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from blockhf._torch import saved
+from blockhf.linalg import factorizable
 from blockhf.preconditioners.parameter_uses import Use
 from blockhf.ranks import Ranks
 
@@ -104,9 +105,64 @@ def moments(
     for inputs, cotangents in use.rows(gradient):
         inputs, cotangents = inputs.to(dtype), cotangents.to(dtype)
         if homogeneous:
-            inputs = torch.cat([inputs, inputs.new_ones(len(inputs), 1)], dim=1)
-        yield _second_moment(inputs, max_size), _second_moment(cotangents, max_size), len(inputs)
+            inputs = torch.cat([inputs, torch.ones_like(inputs[..., :1])], dim=-1)
+        yield _second_moment(inputs, max_size), _second_moment(cotangents, max_size), inputs.shape[-2]
 
 
 def _second_moment(rows: Tensor, max_size: int) -> Tensor:
-    return rows.T @ rows if rows.shape[1] <= max_size else rows.square().sum(0)
+    """A matrix, or its diagonal; of several groups a stack of matrices, or of diagonals with one row each."""
+    if rows.shape[-1] <= max_size:
+        return rows.mT @ rows
+    return rows.square().sum(-2, keepdim=rows.dim() > 2)
+
+
+def _diagonal(factor: Tensor) -> Tensor:
+    if _is_diagonal(factor):
+        return factor if factor.dim() == 1 else factor.squeeze(-2)
+    return factor.diagonal(dim1=-2, dim2=-1)
+
+
+def _is_diagonal(factor: Tensor) -> bool:
+    return factor.dim() == 1 or factor.shape[-2] < factor.shape[-1]
+
+
+def mean_eigenvalue(factor: Tensor) -> Tensor:
+    """Of a factor, or of each in a stack."""
+    return _diagonal(factor).mean(-1)
+
+
+def damped_inverses(A: Tensor, S: Tensor, damping: float) -> tuple[Tensor, Tensor]:
+    """Of the factors of inputs and cotangents, with the damping split between them."""
+    if A.shape[-1] == 1 or (A.dim() > 2 and S.shape[-1] == 1):  # there is nothing to split it with
+        product = A * S
+        shift = (1e-6 * mean_eigenvalue(product)).clamp_min(damping)
+        inverses = inverse(product, shift), torch.ones_like(A if A.shape[-1] == 1 else S)
+        return (inverses[1], inverses[0]) if A.shape[-1] == 1 else inverses
+    mean_A, mean_S, root = mean_eigenvalue(A), mean_eigenvalue(S), damping**0.5
+    pi = torch.where((mean_A > 0) & (mean_S > 0), mean_A / mean_S, 1.0).sqrt()
+    shifts = torch.maximum(pi * root, 1e-6 * mean_A), torch.maximum(root / pi, 1e-6 * mean_S)
+    return inverse(A, shifts[0]), inverse(S, shifts[1])
+
+
+def inverse(factor: Tensor, shift: Tensor) -> Tensor:
+    """Of the factor with ``shift`` added to its diagonal; of a diagonal, a diagonal."""
+    shift = shift.reshape(*shift.shape, *[1] * (factor.dim() - shift.dim()))
+    if _is_diagonal(factor):
+        return 1 / (factor + shift)
+    identity = torch.eye(factor.shape[-1], dtype=factor.dtype, device=factor.device)
+    shifted = factorizable(factor + shift * identity)
+    triangle, failed = torch.linalg.cholesky_ex(shifted)
+    # Where it is singular, or rounding made it indefinite, its diagonal alone.
+    diagonal = _diagonal(shifted)
+    fallback = torch.diag_embed(torch.where(diagonal > 0, 1 / diagonal, 1.0))
+    fine = (failed == 0)[..., None, None]
+    found = torch.cholesky_inverse(torch.where(fine, triangle, identity.to(triangle.dtype)))
+    fine = fine & found.isfinite().all(-1).all(-1)[..., None, None]
+    return torch.where(fine, found, fallback).to(factor.dtype)
+
+
+def times(factor: Tensor, matrix: Tensor) -> Tensor:
+    """The product of a factor, which may be a diagonal, with a matrix; or of a stack with a stack."""
+    if _is_diagonal(factor):
+        return (factor[:, None] if factor.dim() == 1 else factor.mT) * matrix
+    return factor @ matrix

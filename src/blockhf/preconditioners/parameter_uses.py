@@ -26,22 +26,27 @@ class Use:
         node: The operation.
         kind: ``"right"`` or ``"left"`` for the side of a matrix product on which the parameter is,
             ``"convolution"`` or ``"embedding"``; ``"scale"`` and ``"shift"`` for a vector that each position
-            is multiplied with, or has added to it after it was normalized.
+            is multiplied with, or has added to it.
         flipped: Whether the inputs belong to the parameter's rows and not to its columns.
         bias: The parameter that is added to the product.
+        num_groups: Of a convolution, each of which has a matrix of its own.
     """
 
     node: Any
     kind: str
     flipped: bool = False
     bias: Tensor | None = None
+    num_groups: int = 1
 
     def rows(self, gradient: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-        """Inputs and cotangents with one row for each position."""
+        """Inputs and cotangents with one row for each position; those of several groups group by group."""
         if self.kind == "convolution":
             yield from self._patches(gradient)
         elif self.kind in ("scale", "shift"):
-            rows = (gradient * self._scaled() if self.kind == "scale" else gradient).flatten(0, -2)
+            rows = gradient * self._scaled() if self.kind == "scale" else gradient
+            # Channels are in front of places, and a sample's places are added up: that is exact.
+            channels_first = self.node.name() in (*_torch.BATCH_NORMS, _torch.CONVOLUTION)
+            rows = rows.flatten(2).sum(2) if channels_first and rows.dim() > 2 else rows.flatten(0, -2)
             yield rows.new_ones(len(rows), 1), rows
         else:
             inputs = saved(self.node, _INPUTS[self.node.name(), self.kind])
@@ -53,22 +58,51 @@ class Use:
             inputs, mean, scale = (saved(self.node, name) for name in ("input", "result1", "result2"))
             normalized: Tensor = (inputs - mean) * scale
             return normalized
+        if self.node.name() in _torch.BATCH_NORMS:
+            return _batch_normalized(self.node)
         is_left = parameter_of(self.node.next_functions[0][0]) is not None
         other: Tensor = saved(self.node, "other" if is_left else "self")
         return other
 
     def _patches(self, gradient: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-        weight, inputs = saved(self.node, "weight"), saved(self.node, "input")
-        options = [saved(self.node, name) for name in ("dilation", "padding", "stride")]
-        kernel = list(weight.shape[2:])
-        if len(kernel) == 1:  # as a picture of one line
-            inputs, kernel, gradient = inputs.unsqueeze(2), [1, *kernel], gradient.unsqueeze(2)
-            options = [(1, *options[0]), (0, *options[1]), (1, *options[2])]
-        size = weight[0].numel() * gradient[0, 0].numel()
-        step = max(1, _CHUNK // size)
-        for chunk, own in zip(torch.split(inputs, step), torch.split(gradient, step), strict=True):
-            patches = F.unfold(chunk, tuple(kernel), *options).transpose(1, 2).flatten(0, 1)
-            yield patches, own.flatten(2).transpose(1, 2).flatten(0, 1)
+        """What a kernel meets at each of its places, and what comes out there.
+
+        A transposed convolution is one from its results to its inputs: there the kernel meets cotangents.
+        """
+        kernel, inputs = saved(self.node, "weight").shape[2:], saved(self.node, "input")
+        met, out = (gradient, inputs) if self.flipped else (inputs, gradient)
+        step = max(1, _CHUNK // (met.shape[1] * kernel.numel() * out[0, 0].numel()))
+        for chunk, own in zip(torch.split(met, step), torch.split(out, step), strict=True):
+            options = (saved(self.node, name) for name in ("stride", "padding", "dilation"))
+            patches = _patches_of(chunk, own.shape[2:], kernel, *options)
+            rows = own.flatten(2).transpose(1, 2).flatten(0, 1)
+            if self.num_groups > 1:
+                patches, rows = (
+                    each.reshape(len(each), self.num_groups, -1).transpose(0, 1) for each in (patches, rows)
+                )
+            yield (rows, patches) if self.flipped else (patches, rows)
+
+
+def _patches_of(
+    pictures: Tensor,
+    places: Sequence[int],
+    kernel: Sequence[int],
+    stride: Sequence[int],
+    padding: Sequence[int],
+    dilation: Sequence[int],
+) -> Tensor:
+    """What a kernel meets: a row for each place of each picture, in the order of the kernel's entries."""
+    views = F.pad(pictures, [pad for pad in reversed(padding) for _ in range(2)])
+    for axis, (number, size, step, gap) in enumerate(zip(places, kernel, stride, dilation, strict=True), 2):
+        views = views.unfold(axis, gap * (size - 1) + 1, step)[..., ::gap].narrow(axis, 0, number)
+    return views.movedim(1, 1 + len(kernel)).flatten(1 + len(kernel)).flatten(0, len(kernel))
+
+
+def _batch_normalized(node: Any) -> Tensor:
+    """The result of a BatchNorm before scale and shift."""
+    training, eps = saved(node, "training"), saved(node, "eps" if saves(node, "eps") else "epsilon")
+    mean, variance = (None if training else saved(node, f"running_{name}") for name in ("mean", "var"))
+    return F.batch_norm(saved(node, "input"), mean, variance, training=training, eps=eps)
 
 
 _INPUTS = {
@@ -84,6 +118,7 @@ _NEEDED = {
     _torch.MATRIX_PRODUCT: ("self", "mat2"),
     _torch.LAYER_NORM: ("input", "result1", "result2"),
     _torch.MULTIPLICATION: ("self", "other"),
+    **dict.fromkeys(_torch.BATCH_NORMS, ("input", "running_mean", "running_var", "training")),
 }
 """What must be kept of an operation for a use of a parameter to be of use here."""
 
@@ -114,7 +149,7 @@ def _nodes_behind(outputs: Sequence[Tensor]) -> Iterator[Any]:
 def _uses_of(node: Any) -> Iterator[tuple[Tensor, Use]]:
     """The parameters that an operation multiplies with something, if there is a rule for it."""
     name, sources = node.name(), [source for source, _ in node.next_functions]
-    if name == _torch.LAYER_NORM and saves(node, *_NEEDED[name]):
+    if name in (_torch.LAYER_NORM, *_torch.BATCH_NORMS) and saves(node, *_NEEDED[name]):
         for source, kind in zip(sources[1:], ("scale", "shift"), strict=False):
             param = parameter_of(source)
             if param is not None and param.dim() == 1:
@@ -129,6 +164,8 @@ def _uses_of(node: Any) -> Iterator[tuple[Tensor, Use]]:
             yield param, Use(node, "scale")
     elif (found := _use_of(node)) is not None:
         yield found
+        if found[1].kind == "convolution" and found[1].flipped and (bias := _bias_of(sources[2])) is not None:
+            yield bias, Use(node, "shift")
 
 
 def _use_of(node: Any) -> tuple[Tensor, Use] | None:
@@ -143,8 +180,11 @@ def _use_of(node: Any) -> tuple[Tensor, Use] | None:
         leaf = _leaf_of(sources[1])
         if leaf is None or leaf[1]:
             return None
-        plain = saved(node, "groups") == 1 and not saved(node, "transposed") and leaf[0].dim() in (3, 4)
-        return (leaf[0], Use(node, "convolution", bias=_bias_of(sources[2]))) if plain else None
+        transposed, bias = saved(node, "transposed"), _bias_of(sources[2])
+        # The bias of a transposed one has no place beside its inputs.
+        return leaf[0], Use(
+            node, "convolution", transposed, None if transposed else bias, saved(node, "groups")
+        )
     bias = None
     if name == _torch.ADDED_MATRIX_PRODUCT:
         if saved(node, "alpha") != 1 or saved(node, "beta") != 1:
