@@ -27,3 +27,22 @@ def run(name: str, *arguments: str) -> Any:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         return example(name).main(list(arguments))
+
+
+def without_mesh() -> str:
+    """What an optimizer of one process is told in a process group of two."""
+    import torch.distributed as dist
+    from torch import nn
+
+    from blockhf import BlockHF
+    from blockhf.integrations import require_mesh
+
+    require_mesh(BlockHF(nn.Linear(2, 1).parameters()))  # no group as yet
+    dist.init_process_group("gloo")
+    try:
+        require_mesh(BlockHF(nn.Linear(2, 1).parameters()))
+    except ValueError as error:
+        return str(error)
+    finally:
+        dist.destroy_process_group()
+    return ""

@@ -1,11 +1,13 @@
 """Hugging Face Trainer: a text classifier from a config, saved half-way and resumed to the same parameters.
 
-``python examples/trainers/hf_trainer.py``
+``python examples/trainers/hf_trainer.py``, or on two processes
+``torchrun --nproc-per-node 2 examples/trainers/hf_trainer.py --folder runs``
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,7 +18,7 @@ import transformers
 from torch import Tensor, nn
 
 from blockhf import BlockHF, blocks
-from blockhf.integrations.transformers import BlockHFTrainer, num_labels
+from blockhf.integrations.transformers import BlockHFTrainer, data_mesh, num_labels
 
 
 class Trainer(BlockHFTrainer, transformers.Trainer):
@@ -54,19 +56,22 @@ def train(arguments: argparse.Namespace, folder: Path, *, resume: str | None = N
         num_labels=4,
     )
     model = transformers.BertForSequenceClassification(config)
-    optimizer = BlockHF(
-        blocks.by_module(model), reduction=num_labels, micro_batch_size=arguments.samples // 4
-    )
     settings = transformers.TrainingArguments(
         output_dir=str(folder),
         max_steps=arguments.steps,
-        per_device_train_batch_size=arguments.samples // 2,
+        per_device_train_batch_size=arguments.samples // 2 // int(os.environ.get("WORLD_SIZE", "1")),
         save_steps=arguments.steps // 2,
         logging_steps=1,
         report_to=[],
         use_cpu=True,
         disable_tqdm=True,
         seed=1,
+    )
+    optimizer = BlockHF(  # after the settings, which start the processes
+        blocks.by_module(model),
+        reduction=num_labels,
+        micro_batch_size=arguments.samples // 4,
+        mesh=data_mesh(),
     )
     trainer = Trainer(
         model, settings, train_dataset=Sentences(arguments.samples), optimizers=(optimizer, None)
@@ -93,10 +98,11 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
         "losses": losses,
         "rates": {entry["learning_rate"] for entry in whole.state.log_history if "learning_rate" in entry},
         "equal": torch.equal(*ends),
+        "parameters": ends[0],
     }
-    print(
-        f"loss {losses[0]:.3f} -> {losses[-1]:.3f} in {found['steps']} steps; resumed equal: {found['equal']}"
-    )
+    if whole.is_world_process_zero():
+        change = f"loss {losses[0]:.3f} -> {losses[-1]:.3f} in {found['steps']} steps"
+        print(f"{change}; resumed equal: {found['equal']}")
     return found
 
 

@@ -8,8 +8,10 @@ from typing import Any
 import pytest
 import torch
 
+import ranks
 from blockhf import BlockHF, blocks
 from blockhf.integrations.transformers import BlockHFTrainer, num_labels
+from children import starts_processes
 from integration_tasks import example, run
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -22,13 +24,26 @@ def _installed() -> None:
 
 
 def test_a_text_classifier_trains_and_resumes_to_equal_parameters(tmp_path: Path) -> None:
-    own = run(
-        "trainers/hf_trainer", "--samples", "160", "--width", "8", "--steps", "4", "--folder", str(tmp_path)
-    )
+    own = run("trainers/hf_trainer", *TINY, str(tmp_path))
     assert own["equal"]
     assert own["steps"] == 4
     assert own["losses"][-1] < own["losses"][0]
     assert own["rates"] == {1.0}  # no schedule unless asked for
+
+
+TINY = ("--samples", "160", "--width", "8", "--steps", "4", "--folder")
+
+
+@starts_processes
+def test_two_processes_share_their_samples_and_resume(tmp_path: Path) -> None:
+    own = ranks.run(
+        2, "integration_tasks:run", tmp_path / "ranks", "trainers/hf_trainer", *TINY, str(tmp_path / "run")
+    )
+    for each in own:
+        assert each["equal"]
+        assert each["steps"] == 4
+        assert torch.equal(each["parameters"], own[0]["parameters"])
+    assert own[0]["losses"][-1] < own[0]["losses"][0]  # rank 0 has the log
 
 
 def settings(folder: Path, **options: Any) -> Any:

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from blockhf.meshes import mesh
+from blockhf.optimizer import BlockHF
 from blockhf.report import StepReport
 
 
@@ -20,6 +21,15 @@ def data_mesh() -> DeviceMesh | None:
     if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
         return None
     return mesh(data=dist.get_world_size())
+
+
+def require_mesh(optimizer: BlockHF) -> None:
+    """Raise where a trainer has started several processes and the optimizer knows of one."""
+    if optimizer.mesh.is_alone and data_mesh() is not None:
+        raise ValueError(
+            f"There are {dist.get_world_size()} processes, but the optimizer has mesh=None, so each would "
+            "train a model of its own. Pass mesh=data_mesh() to BlockHF once the trainer has started the processes."
+        )
 
 
 def scalars(report: StepReport | None, prefix: str = "") -> dict[str, float]:

@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
-from blockhf.integrations import ACCUMULATION, CLIPPING, SCALER, data_mesh, refuse, scalars
+from blockhf.integrations import ACCUMULATION, CLIPPING, SCALER, data_mesh, refuse, require_mesh, scalars
 
 __all__ = ["BlockHFModule", "data_mesh"]
 
@@ -38,6 +38,7 @@ class BlockHFModule:
     trainer: Any
     optimizers: Any
     log_dict: Any
+    double: Any
 
     @property
     def automatic_optimization(self) -> bool:
@@ -72,6 +73,11 @@ class BlockHFModule:
         )
         return []
 
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """With ``64-true``, float64 before the parameters are loaded: Lightning itself makes it so after."""
+        if self.trainer.precision == "64-true":
+            self.double()
+
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         """One update; the report's numbers are logged."""
         optimizer = self.optimizers()
@@ -80,6 +86,7 @@ class BlockHFModule:
                 f"There are {len(optimizer)} optimizers. Override training_step, and call "
                 "optimizer.step(objective=..., batch=...) of each."
             )
+        require_mesh(optimizer.optimizer)
         loss: Tensor = optimizer.step(objective=self.objective, batch=batch)
         if self.log_prefix is not None:
             self.log_dict(scalars(optimizer.report, self.log_prefix))

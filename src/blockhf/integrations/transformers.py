@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.optim.lr_scheduler import ConstantLR
 
 from blockhf import blocks
-from blockhf.integrations import ACCUMULATION, SCALER, data_mesh, refuse
+from blockhf.integrations import ACCUMULATION, SCALER, data_mesh, refuse, require_mesh
 from blockhf.optimizer import BlockHF
 
 __all__ = ["BlockHFTrainer", "data_mesh", "num_labels"]
@@ -31,6 +31,7 @@ class BlockHFTrainer:
 
         class Trainer(BlockHFTrainer, transformers.Trainer): ...
 
+        args = transformers.TrainingArguments(...)     # starts the processes, so it comes first
         optimizer = BlockHF(blocks.by_module(model), mesh=data_mesh())
         Trainer(model, args, train_dataset=data, optimizers=(optimizer, None)).train()
 
@@ -80,6 +81,7 @@ class BlockHFTrainer:
         """One update."""
         network, trainer = self.accelerator.unwrap_model(model), self
         network.train()
+        require_mesh(self.optimizer.optimizer)
 
         def objective(batch: Any) -> tuple[Tensor, Tensor]:
             with trainer.compute_loss_context_manager():
