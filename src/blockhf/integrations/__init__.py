@@ -28,7 +28,7 @@ def require_mesh(optimizer: BlockHF) -> None:
     if optimizer.mesh.is_alone and data_mesh() is not None:
         raise ValueError(
             f"There are {dist.get_world_size()} processes, but the optimizer has mesh=None, so each would "
-            "train a model of its own. Pass mesh=data_mesh() to BlockHF once the trainer has started the processes."
+            "train a model of its own. Pass mesh=data_mesh() to BlockHF, once the trainer has started them."
         )
 
 
