@@ -82,7 +82,6 @@ def take_away_schemas(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("take_away", [take_away_recording, take_away_schemas])
 def test_products_are_by_double_backward(take_away: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(auto, "_SMALLEST", 0)
     monkeypatch.setattr(auto, "_NODE", 0)
     monkeypatch.setattr(auto.Auto, "_worth_forming", staticmethod(lambda *_: []))
     model = make_model()

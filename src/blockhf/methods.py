@@ -13,7 +13,7 @@ from blockhf.curvature import Auto, Curvature, Factored, GaussNewton
 from blockhf.linalg import Cholesky, ConjugateGradient
 from blockhf.objective import check_objective
 from blockhf.options import PLAN
-from blockhf.plan import FEW_SAMPLES, Batch, is_affordable, why_complete
+from blockhf.plan import FEW_SAMPLES, Batch, why_complete
 from blockhf.points import draw
 from blockhf.policies import (
     AllSamples,
@@ -99,10 +99,6 @@ class NamedMethods(BlockOptimizer):
         if few and self.population is None and not memory.get("differs"):
             again = (number := fingerprint(batch)) is not None and number == memory.get("fingerprint")
             memory.update(differs="fingerprint" in memory and not again, fingerprint=number)
-            if again and structure.is_known:  # as it is not at the first step of a resumed run
-                sizes = [sum(param.numel() for param in group["params"]) for group in self.param_groups]
-                memory["exact"] = is_affordable(num_samples or 1, structure.num_outputs, sizes)
-            again = again and memory.get("exact", True)
         reason = why_complete(
             Batch(
                 num_samples,

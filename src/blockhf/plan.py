@@ -30,13 +30,6 @@ SMALL_BLOCK = 1000
 """Where no block has more parameters, half as many samples are enough for curvature."""
 
 
-LITTLE_WORK = 10**10
-"""Multiplications that exact solutions may take in any case."""
-
-MOST_GRADIENTS = 2000
-"""And how many times those of a gradient."""
-
-
 @dataclass(frozen=True)
 class Sizes:
     """How many samples are taken for what."""
@@ -165,20 +158,6 @@ def why_complete(batch: Batch) -> str:
     if batch.population is not None:
         return "the batch is the population" if batch.num_samples == batch.population else ""
     return "the batch is the same again" if batch.again else ""
-
-
-def is_affordable(num_samples: int, num_outputs: int, sizes: Sequence[int]) -> bool:
-    """Whether exact solutions of all blocks take little work, or not too many times that of a gradient.
-
-    A batch that comes again may still be better met as a sample: exact solutions for many samples with many
-    outputs each cost as much as thousands of gradients.
-
-    >>> is_affordable(1020, 1, [1200]), is_affordable(300, 10, [650]), is_affordable(4000, 10, [5000])
-    (True, True, False)
-    """
-    rows = num_samples * num_outputs
-    exact = sum(rows * size * min(rows, size) for size in sizes)
-    return exact <= max(LITTLE_WORK, MOST_GRADIENTS * 3 * num_samples * sum(sizes))
 
 
 def choose_sizes(

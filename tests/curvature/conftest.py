@@ -26,5 +26,4 @@ def num_traces(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 @pytest.fixture
 def nothing_is_too_small(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(auto, "_SMALLEST", 0)
     monkeypatch.setattr(auto, "_NODE", 0)

@@ -58,7 +58,7 @@ def test_by_default_only_small_blocks_are_formed_for_the_sake_of_an_exact_soluti
     model = mlp(3, 300, 40, 2)  # 1,200, 12,040 and 82 parameters
     ways = {}
     for small in (1000, 2000):
-        optimizer = BlockHF(blocks.by_layer(model), solver=Cholesky(small=small))
+        optimizer = BlockHF(blocks.by_layer(model), solver=Cholesky(worth=100, small=small))
         step(optimizer, model, 600)
         assert optimizer.report is not None
         ways[small] = [block.products.partition(",")[0] for block in optimizer.report.blocks]
@@ -73,7 +73,7 @@ def test_a_tiny_problem_is_left_to_the_double_backward() -> None:
     step(optimizer, model, 8)
     assert optimizer.report is not None
     assert {block.products for block in optimizer.report.blocks} == {
-        "double backward: too small for other ways to pay"
+        "double backward: tracing would not pay yet"
     }
 
 
@@ -153,7 +153,6 @@ def test_a_loaded_state_takes_as_many_samples_where_blocks_are_formed() -> None:
 def test_tracing_begins_when_products_have_paid_for_it_also_in_a_resumed_run(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(auto, "_SMALLEST", 0)
     monkeypatch.setattr(auto, "_NODE", 40)
 
     def steps(optimizer: BlockHF, model: nn.Module, number: int) -> list[str]:

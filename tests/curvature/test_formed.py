@@ -112,5 +112,5 @@ def test_only_gauss_newton_is_formed_and_no_large_block() -> None:
     model = mlp(3, 4, 2)
     with pytest.raises(FormingError, match="EmpiricalFisher is not formed"):
         step(BlockHF.martens(blocks.single(model), curvature=EmpiricalFisher(), products=Formed()), model, 8)
-    with pytest.raises(FormingError, match="more than max_size, 10"):
-        step(BlockHF.martens(blocks.single(model), products=Formed(max_size=10)), model, 8)
+    with pytest.raises(FormingError, match=r"would take 0\.\d+ MiB, more than the memory_budget of 0"):
+        step(BlockHF.martens(blocks.single(model), products=Formed(memory_budget=1000)), model, 8)

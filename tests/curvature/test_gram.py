@@ -85,7 +85,6 @@ def test_a_gram_matrix_of_gauss_newton_equals_the_dense_one(case: Case, way: Cal
 def test_so_it_does_where_blocks_are_formed_or_traced_in_parts(
     way: Callable[[], Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(auto, "_SMALLEST", 0)
     monkeypatch.setattr(auto, "_NODE", 0)
     for options in ({}, {"micro_batch_size": 2}):
         actual = linearized(GaussNewton(), PLAIN, way(), "by layer", **options)

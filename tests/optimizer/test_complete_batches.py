@@ -157,3 +157,21 @@ def test_steps_that_change_nothing_are_called_a_stall() -> None:
         point += 1
     optimizer.step(objective)
     assert "stalled" not in str(optimizer.report)
+
+
+def test_where_exact_solutions_are_dear_one_step_finds_out_and_the_batch_is_a_sample_again() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 60), nn.Tanh(), nn.Linear(60, 30))
+    batch = torch.randn(300, 4), torch.randint(30, (300,))
+
+    def objective(batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        outputs = model(batch[0])
+        return outputs, F.cross_entropy(outputs, batch[1])
+
+    optimizer = BlockHF(blocks.single(model))
+    found = []
+    for _ in range(4):
+        optimizer.step(objective, batch)
+        assert optimizer.report is not None
+        found.append((bool(optimizer.report.complete), "costs as much as" in str(optimizer.report.details())))
+    assert found == [(False, False), (True, True), (False, False), (False, False)]

@@ -123,7 +123,6 @@ def test_a_resumed_run_goes_on_to_the_last_bit(
     name: str, num_samples: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if name == "auto":
-        monkeypatch.setattr(auto, "_SMALLEST", 0)
         monkeypatch.setattr(auto, "_NODE", 0)
     task, resumed = Task(num_samples=num_samples), Task(num_samples=num_samples, seed=1)
     resumed.batch = task.batch

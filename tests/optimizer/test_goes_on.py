@@ -262,7 +262,6 @@ def test_a_default_device_is_no_concern(factory: Factory, options: dict[str, Any
 
 @pytest.mark.parametrize("options", [{}, {"curvature_batch_size": None}], ids=str)
 def test_functional_calls_train(monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]) -> None:
-    monkeypatch.setattr("blockhf.curvature.auto._SMALLEST", 0)
     monkeypatch.setattr("blockhf.curvature.auto._NODE", 0)
     model, batch = classifier(), classes()
     params = dict(model.named_parameters())

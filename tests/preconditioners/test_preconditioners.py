@@ -249,7 +249,6 @@ def test_micro_batches_draw_what_the_whole_batch_draws(preconditioner: Precondit
 def test_kfac_forms_no_block_though_that_would_be_cheap(
     max_cg_steps: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("blockhf.curvature.auto._SMALLEST", 0)
     monkeypatch.setattr("blockhf.curvature.auto._NODE", 0)
     task = Task(num_samples=300)
     optimizer = BlockHF(blocks.by_layer(task.model), solver=Precondition(), max_cg_steps=max_cg_steps)

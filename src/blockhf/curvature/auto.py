@@ -17,7 +17,7 @@ from torch import Tensor
 from blockhf.batches import batch_size
 from blockhf.curvature.base import Curvature, Products
 from blockhf.curvature.double_backward import DoubleBackward
-from blockhf.curvature.formed import Formed
+from blockhf.curvature.formed import Formed, num_bytes
 from blockhf.curvature.gauss_newton import GaussNewton
 from blockhf.curvature.jacobian import FormingError
 from blockhf.curvature.traced import Traced
@@ -27,11 +27,11 @@ from blockhf.linalg import BlockOperator, DenseBlocks, Described, ForwardingOper
 from blockhf.policy import PolicyState
 from blockhf.samples import Samples
 
-_SMALLEST = 500_000
-"""Parameters times samples from which on it pays to look for another way than the double backward."""
-
 _NODE = 400_000
 """What a node of the loss's graph costs in a product besides its operations: time for so many of them."""
+
+_FORMING = 10
+"""How many times that forming costs at each node, under ``vmap``."""
 
 _MOST_SHAPES = 16
 """Shapes of batches for which products are added up; the oldest is forgotten."""
@@ -47,11 +47,12 @@ They are traced only where ``compile=True`` says that the run is long.
 class Auto(Products):
     """Forms small blocks, and multiplies with the others by double backward at first and by a trace later.
 
-    Blocks are formed where that takes fewer multiplications than their CG steps. The multiplications of a
-    forward pass are counted once for each shape of the batch. Tracing takes seconds, and saves about a
-    quarter of each product from then on: it is done when the products so far would have paid for it. Where
-    the objective cannot be traced, one warning says why, and products are by double backward from then on.
-    The report has the choice and its reason.
+    Blocks are formed where that takes less time than their CG steps, by multiplications and by what an
+    operation costs besides them, and where their matrices fit into the memory that ``Formed()`` has. The
+    multiplications of a forward pass are counted once for each shape of the batch. Tracing takes seconds, and
+    saves about a quarter of each product from then on: it is done when the products so far would have paid
+    for it. Where the objective cannot be traced, one warning says why, and products are by double backward
+    from then on. The report has the choice and its reason.
 
     Args:
         compile: As for ``Traced``.
@@ -64,10 +65,8 @@ class Auto(Products):
     def linearize(
         self, curvature: Curvature, samples: Samples, num_products: Sequence[int], state: PolicyState
     ) -> BlockOperator:
-        size = sum(block.size for block in samples.blocks) * samples.num_samples
-        if samples.batch is None or size < _SMALLEST:
-            reason = "no batch to trace with" if samples.batch is None else "too small for other ways to pay"
-            return self._by_double_backward(curvature, samples, reason)
+        if samples.batch is None:
+            return self._by_double_backward(curvature, samples, "no batch to trace with")
 
         stored: dict[int, Tensor] = {}
         small = self._worth_forming(curvature, samples, num_products, state)
@@ -125,21 +124,20 @@ class Auto(Products):
     def _worth_forming(
         curvature: Curvature, samples: Samples, num_products: Sequence[int], state: PolicyState
     ) -> list[int]:
-        sizes, max_size = [block.size for block in samples.blocks], Formed().max_size
-        refused = "no_forming" in state.shared
-        if refused or not isinstance(curvature, GaussNewton) or min(sizes) > max_size:
+        if "no_forming" in state.shared or not isinstance(curvature, GaussNewton):
             return []
         gradient = GRADIENT * _forward_flops(samples)
         num_outputs = samples.structure.num_outputs
         rows = samples.num_samples * num_outputs
         # Jacobians take a pass for each output, whichever blocks are formed; one block must be worth it.
-        passes = gradient * num_outputs
-        small, gains = [], [0.0]
-        for index, size in enumerate(sizes):
-            gain = PRODUCT * gradient * num_products[index] - 2 * rows * size**2
-            if size <= max_size and gain > 0:
+        passes = gradient * num_outputs + _FORMING * _NODE * samples.structure.num_nodes
+        small, gains, room = [], [0.0], Formed().memory_budget
+        for index, block in enumerate(samples.blocks):
+            gain = PRODUCT * gradient * num_products[index] - (2 * rows + block.size / 3) * block.size**2
+            if gain > 0 and num_bytes(block) <= room:
                 small.append(index)
                 gains.append(gain)
+                room -= num_bytes(block)
         return small if passes < max(gains) else []
 
     def _worth_tracing(self, samples: Samples, num_products: Sequence[int], state: PolicyState) -> bool:

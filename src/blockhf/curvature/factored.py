@@ -40,8 +40,8 @@ _At = tuple[Sequence[Tensor], _Scales]
 class Factored(Products):
     """Products with Gauss-Newton matrices whose square roots are stored.
 
-    For losses that are convex in the outputs, on samples that do not see each other; for problems whose
-    Jacobians fit into memory.
+    For losses that are convex in the outputs, on samples that do not see each other. Memory and counted
+    operations set the limits, and the number of parameters or samples does not.
 
     Args:
         memory_budget: How many bytes the Jacobians of all blocks may take.

@@ -27,28 +27,35 @@ from blockhf.objective import check_outputs
 from blockhf.policy import PolicyState
 from blockhf.samples import Part, Samples
 
+_CHUNK = 2**26
+"""The most bytes of Jacobians at a time."""
+
+
+def num_bytes(block: Block) -> int:
+    """Of the block's matrix."""
+    return block.size**2 * block.params[0].element_size()
+
 
 @dataclass(frozen=True)
 class Formed(Products):
     """Products with Gauss-Newton matrices that are formed once a step.
 
     Args:
-        memory_budget: How many bytes the Jacobians may take at a time.
-        max_size: The largest block to form.
+        memory_budget: How many bytes the matrices of all blocks may take; Jacobians take no more at a time,
+            and at most 64 MiB.
     """
 
-    memory_budget: int = 2**26
-    max_size: int = 4096
+    memory_budget: int = 2**31
 
     def linearize(
         self, curvature: Curvature, samples: Samples, num_products: Sequence[int], state: PolicyState
     ) -> BlockOperator:
         """The matrix; raises ``FormingError`` where it cannot be formed."""
-        for block in samples.blocks:
-            if block.size > self.max_size:
-                raise FormingError(
-                    f"block {block.name!r} has {block.size} parameters, more than max_size, {self.max_size}"
-                )
+        if (size := sum(map(num_bytes, samples.blocks))) > self.memory_budget:
+            raise FormingError(
+                f"the matrices would take {size / 2**20:.3g} MiB, more than the memory_budget of "
+                f"{self.memory_budget / 2**20:.3g} MiB"
+            )
         everything = range(len(samples.blocks))
         fallback = cache(lambda: DoubleBackward().operator(curvature, samples))
         stored = dict(zip(everything, self.form(curvature, samples, everything, state), strict=True))
@@ -97,7 +104,7 @@ class Formed(Products):
         bytes_per_sample = (
             3 * num_outputs * sum(block.size for block in blocks) * hessians.like.element_size()
         )
-        chunk = max(1, self.memory_budget // bytes_per_sample)
+        chunk = max(1, min(self.memory_budget, _CHUNK) // bytes_per_sample)
         with samples.ledger.counting("forming", part.shapes, tuple((b.name, b.size) for b in blocks)):
             for start in range(0, hessians.num_samples, chunk):
                 stop = min(start + chunk, hessians.num_samples)

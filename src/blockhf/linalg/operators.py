@@ -367,6 +367,9 @@ class DenseBlocks(BlockOperator):
     def dense(self, block: int) -> Tensor | None:
         return self.stored.get(block)
 
+    def has_influence(self, block: int) -> bool:
+        return block in self.stored or self._other is None or self.other.has_influence(block)
+
 
 def plus_diagonal(matrix: Tensor, shift: float) -> Tensor:
     """A copy of the matrix with a number added to its diagonal."""
