@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -160,27 +160,46 @@ class Subspace(Search):
         factors = full.tolist()
         direction = _combined(proposals, columns, vectors, factors)
         scale = 1.0
-        for trial in range(self.max_tries):
-            update = [own * scale for own in direction] if trial else direction
-            (after,), *finite = read([loss_at(update), *(own.isfinite().all() for own in update)])
+        for scale, update, after, is_finite in self._tried(loss_at, direction):
             change = model.change(scale * full)
-            if math.isfinite(after) and after < before and all(fine for (fine,) in finite):
+            if math.isfinite(after) and after < before and is_finite:
                 ratio = (after - before) / change if change < 0 else 0.0
-                self._adapt(ratio if trial == 0 else 0.0, state)
+                self._adapt(ratio if scale == 1 else 0.0, state)
                 moved = {column for column, factor in zip(columns, factors, strict=True) if factor}
                 self._remember(blocks, update, moved, state)
                 return Choice(
                     update,
-                    "best combination" if trial == 0 else f"best combination, shrunk to {scale:.3g}",
+                    "best combination" if scale == 1 else f"best combination, shrunk to {scale:.3g}",
                     change=change,
                     loss=after,
                     coefficients=_firsts(len(proposals), columns, scale * full),
                     lengths=model.lengths(proposals, scale),
                     is_finite=True,
                 )
-            scale *= 0.5
-        reason = f"no step down to {2 * scale:.2g} of the best combination lowers the loss"
+        reason = f"no step down to {scale:.2g} of the best combination lowers the loss"
         return self._rejected(reason, state)
+
+    def _tried(
+        self, loss_at: LossAt, direction: Sequence[Tensor]
+    ) -> Iterator[tuple[float, Sequence[Tensor], float, bool]]:
+        """Ever shorter updates, with the loss there and whether they are finite.
+
+        On a device the losses of all but the first are read together: another forward pass costs less there
+        than to wait.
+        """
+        scales = [0.5**trial for trial in range(self.max_tries)]
+        number = 1 if direction[0].device.type == "cpu" else max(self.max_tries - 1, 1)
+        for start in (0, *range(1, self.max_tries, number)):
+            own = scales[start : start + number] if start else scales[:1]
+            asked = []
+            for scale in own:
+                update = [each * scale for each in direction]
+                asked += [loss_at(update), *(each.isfinite().all() for each in update)]
+            found = iter(read(asked))
+            for scale in own:
+                (after,), *finite = (next(found) for _ in range(1 + len(direction)))
+                update = [each * scale for each in direction] if scale < 1 else list(direction)
+                yield scale, update, after, all(fine for (fine,) in finite)
 
     def _directions(
         self, blocks: Sequence[Block], proposals: Sequence[Proposal], state: PolicyState
