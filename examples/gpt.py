@@ -1,6 +1,6 @@
 """A GPT on the sources of Python's standard library, letter by letter, with the embedding as its head.
 
-Each letter is a prediction, so 256 sequences of 64 letters are 16,384 of them. ``python examples/gpt.py``
+Each letter is a prediction, so 256 sequences of 32 letters are 8,192 of them. ``python examples/gpt.py``
 """
 
 from __future__ import annotations

@@ -63,7 +63,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     with torch.no_grad():
         accuracy = float((model(unseen[0]).argmax(1) == unseen[1]).float().mean())
     print(f"loss {losses[0]:.3f} -> {losses[-1]:.3f}, accuracy on new points {accuracy:.3f}")
-    return {"losses": losses, "accuracy": accuracy}
+    return {"losses": losses, "accuracy": accuracy, "model": model}
 
 
 if __name__ == "__main__":

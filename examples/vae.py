@@ -63,7 +63,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
         if step % 10 == 0:
             print(optimizer.report)
     print(f"negative evidence bound {losses[0]:.2f} -> {losses[-1]:.2f} nats a picture")
-    return {"losses": losses}
+    return {"losses": losses, "model": model}
 
 
 if __name__ == "__main__":

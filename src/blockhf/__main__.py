@@ -20,7 +20,7 @@ def main() -> None:
         print(f"blockhf {blockhf.__version__}")
         sys.exit(0)
     if sys.argv[1:2] == ["check"]:
-        sys.exit(_check(sys.argv[2:]))
+        sys.exit(check(sys.argv[2:]))
     for command in entry_points(group=_GROUP, name="main"):
         command.load()()
         return
@@ -32,7 +32,7 @@ def main() -> None:
     sys.exit(2)
 
 
-def _check(arguments: list[str]) -> int:
+def check(arguments: list[str]) -> int:
     """``blockhf check module.py:factory``; the factory returns objective, batch and groups."""
     path, _, name = (arguments[0] if len(arguments) == 1 else "").rpartition(":")
     if not path:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import blockhf
+from blockhf import __main__ as library
 from blockhf_lab.arena import command
 
 if TYPE_CHECKING:
@@ -128,6 +129,16 @@ def _app() -> "typer.Typer":
             finished = run(data, settings, out, Console())
         if not finished:
             raise typer.Exit(130)
+
+    # The library itself answers it, with or without this package; here it is listed and completed.
+    @app.command()
+    def check(
+        factory: Annotated[
+            str, typer.Argument(metavar="MODULE.PY:FACTORY", help="It returns objective, batch and groups.")
+        ],
+    ) -> None:
+        """Say what of one's own model does not fit, what to do about it, and what steps cost."""
+        raise typer.Exit(library.check([factory]))
 
     _experiments(app)
     _plan(app)
