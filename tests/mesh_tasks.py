@@ -68,6 +68,11 @@ METHODS: dict[str, Callable[..., BlockHF]] = {
     "weighted": lambda groups, **options: default(
         groups, reduction=weight_of, preconditioner=Identity(), **{"micro_batch_size": 7, **options}
     ),
+    "complete": lambda groups, **options: BlockHF(groups, population=NUM_SAMPLES, **options),
+    "again": lambda groups, **options: BlockHF(groups, **options),
+    "least squares": lambda groups, **options: BlockHF.least_squares(
+        groups, **{"micro_batch_size": 5, **options}
+    ),
     # The matrix of one sample has few eigenvalues: CG must not end by the last bits.
     "weight decay": lambda groups, **options: default(groups, weight_decay=0.05, **options),
     "few": lambda groups, **options: paper(groups, **{**options, "curvature_batch_size": 1, "cg_rtol": 1e-8}),
@@ -312,6 +317,51 @@ def grow(model: nn.Module, num_frozen: int, objective: Any, batch: Any, **option
         "state": optimizer.state_dict()["state"],
         "owned": owned,
     }
+
+
+def residuals(net: nn.Module) -> Any:
+    """The equation u'' = -π² sin πx with both ends at zero."""
+
+    def objective(batch: dict[str, Tensor]) -> tuple[tuple[Tensor, Tensor], Tensor]:
+        x = batch["inside"].detach().requires_grad_()
+        (slope,) = torch.autograd.grad(net(x).sum(), x, create_graph=True)
+        (second,) = torch.autograd.grad(slope.sum(), x, create_graph=True)
+        inside = second + torch.pi**2 * torch.sin(torch.pi * x.detach())
+        edge = net(batch["edge"])
+        return (inside, edge), inside.square().mean() + edge.square().mean()
+
+    return objective
+
+
+def kinds_of_samples(mesh: Any = None, first: int = 0, last: int = 6) -> dict[str, Any]:
+    """Steps without noise on samples of two kinds, of which there are six times seven and six times two."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(1, 10), nn.Tanh(), nn.Linear(10, 1)).double()
+    inside, edge = torch.linspace(0, 1, 42, dtype=torch.float64), torch.tensor([0.0, 1.0] * 6).double()
+    batch = {"inside": inside[7 * first : 7 * last, None], "edge": edge[2 * first : 2 * last, None]}
+    optimizer = BlockHF(blocks.by_layer(net), population=54, mesh=mesh)
+    losses = [float(optimizer.step(residuals(net), batch)) for _ in range(6)]
+    assert optimizer.report is not None
+    notes = [block.products for block in optimizer.report.blocks]
+    return {"losses": losses, "notes": notes, "parameters": flat(list(net.parameters()))}
+
+
+def kinds() -> list[dict[str, Any]]:
+    """The same on both meshes of two ranks; the second has twice as many samples of each kind."""
+    own = [(0, 2), (2, 6)][dist.get_rank()]
+    return [kinds_of_samples(blockhf.mesh(*shape), *own) for shape in ((2, 1), (1, 2))]
+
+
+def kinds_out_of_proportion() -> str:
+    rank = dist.get_rank()
+    net = nn.Linear(1, 1).double()
+    optimizer = BlockHF(blocks.single(net), mesh=blockhf.mesh(2, 1))
+    batch = {"inside": torch.rand(8 + rank, 1).double(), "edge": torch.rand(2, 1).double()}
+    try:
+        optimizer.step(residuals(net), batch)
+    except ValueError as error:
+        return str(error)
+    return ""
 
 
 def differences() -> dict[str, str]:

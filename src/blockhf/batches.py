@@ -90,19 +90,26 @@ def check_curvature_batch(batch: Any, curvature_batch: Any) -> None:
         )
 
 
-def check_kinds(batch: Any, micro_batch_size: int | None, *, is_alone: bool) -> None:
-    """Raise where samples of several kinds would have to be shared out, so that their means do not add up."""
-    kinds = lengths(batch)
-    if kinds and not is_alone:
-        listed = ", ".join(f"{number} of {key!r}" for key, number in kinds.items())
+def proportions(batch: Any) -> list[int]:
+    """Of samples of several kinds, how many of each are in the smallest part in which they are in proportion.
+
+    Their means add up over such parts, and over no others.
+
+    >>> proportions({"interior": torch.zeros(900, 2), "boundary": torch.zeros(120, 2)})
+    [15, 2]
+    """
+    numbers = list(lengths(batch).values())
+    return [number // math.gcd(*numbers) for number in numbers]
+
+
+def check_kinds(batch: Any, micro_batch_size: int | None) -> None:
+    """Raise where parts of samples of several kinds would be too small for their means to add up."""
+    if micro_batch_size is not None and micro_batch_size < (least := sum(proportions(batch))):
+        listed = ", ".join(f"{number} of {key!r}" for key, number in lengths(batch).items())
         raise ValueError(
-            f"The batch has samples of several kinds ({listed}), which a mesh cannot share out. "
-            "Put them into one tensor with a mask, or use one process."
-        )
-    if kinds and micro_batch_size is not None and micro_batch_size < sum(kinds.values()):
-        raise ValueError(
-            f"micro_batch_size is {micro_batch_size}, but the batch has samples of several kinds, whose "
-            "means do not add up part by part. Pass micro_batch_size=None, or one tensor with a mask."
+            f"micro_batch_size is {micro_batch_size}, but the batch has samples of several kinds ({listed}), "
+            f"whose means add up only over parts of {least} samples or a multiple. Pass as many, or numbers "
+            "of samples with a larger common divisor."
         )
 
 
@@ -337,6 +344,28 @@ def fingerprint(batch: Any) -> int | None:
         total = mixed if total is None else total * 31 + mixed
     assert total is not None
     return int(total)
+
+
+def marks(batch: Any, most: int) -> list[int]:
+    """A fingerprint in two halves that can be added up over processes, after whether there is one.
+
+    There is none of more than ``most`` samples.
+    """
+    number = fingerprint(batch) if batch_size(batch) <= most else None
+    return [0, 0, 0] if number is None else [1, number & (2**32 - 1), (number >> 32) & (2**32 - 1)]
+
+
+def joint_fingerprint(found: Sequence[Sequence[int]]) -> int | None:
+    """That of the samples of all processes, from the marks of each.
+
+    >>> whole = torch.arange(6.0)
+    >>> joint_fingerprint([marks(whole[:2], 9), marks(whole[2:], 9)]) == fingerprint(whole)
+    True
+    """
+    if not all(own[0] for own in found):
+        return None
+    number = sum(low + (high << 32) for _, low, high in found) % 2**64
+    return number - 2**64 if number >= 2**63 else number
 
 
 def _bits(tensor: Tensor) -> Tensor:

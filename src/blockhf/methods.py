@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from blockhf.batches import batch_size, fingerprint
+from blockhf.batches import (
+    batch_size,
+    check_curvature_batch,
+    check_kinds,
+    joint_fingerprint,
+    marks,
+    proportions,
+)
 from blockhf.bookkeeping import BlockOptimizer
 from blockhf.curvature import Auto, Curvature, Factored, GaussNewton
 from blockhf.linalg import Cholesky, ConjugateGradient
@@ -72,6 +79,7 @@ class NamedMethods(BlockOptimizer):
     sampling: Sampling
     curvature: Curvature
     population: int | None
+    micro_batch_size: int | None
     _num_still: int = 0
     _replaced: dict[str, Any] | None = None
     """What a batch without noise has put aside."""
@@ -90,14 +98,28 @@ class NamedMethods(BlockOptimizer):
             raise ValueError("On a mesh points cannot be drawn by a function. Draw them, and pass a batch.")
         return draw(batch, self._memory) if is_drawn else batch
 
-    def _adopt(self, batch: Any, curvature_batch: Any, structure: Structure) -> str:
+    def _meet(self, batch: Any, curvature_batch: Any) -> list[list[int]]:
+        """Of each process how many samples it has, how many for curvature, and what to know them by again."""
+        check_curvature_batch(batch, curvature_batch)
+        check_kinds(batch, self.micro_batch_size)
+        numbers = [0 if given is None else batch_size(given) for given in (batch, curvature_batch)]
+        if batch is not None and self.population is None and self._can_be_exact():
+            is_over = self._memory.get("differs") or self._memory.get("is_drawn")
+            numbers += [] if is_over else marks(batch, FEW_SAMPLES)
+        described = {**self._description(), "the proportions of the kinds of samples": proportions(batch)}
+        return self.mesh.meet(numbers, (batch, curvature_batch), described)
+
+    def _adopt(
+        self, batch: Any, curvature_batch: Any, structure: Structure, met: Sequence[Sequence[int]]
+    ) -> str:
         """Take the policies for a batch that is all there is, or for a sample; why it is all, if it is."""
         memory, again = self._memory, False
-        num_samples = None if batch is None else batch_size(batch)
+        num_samples = None if batch is None else sum(own[0] for own in met)
         is_drawn = memory.get("is_drawn", False)
-        few = num_samples is not None and num_samples <= FEW_SAMPLES and not is_drawn
-        if few and self.population is None and not memory.get("differs"):
-            again = (number := fingerprint(batch)) is not None and number == memory.get("fingerprint")
+        few = num_samples is not None and num_samples <= FEW_SAMPLES and len(met[0]) > 2
+        if few:
+            number = joint_fingerprint([own[2:] for own in met])
+            again = number is not None and number == memory.get("fingerprint")
             memory.update(differs="fingerprint" in memory and not again, fingerprint=number)
         reason = why_complete(
             Batch(
@@ -110,7 +132,7 @@ class NamedMethods(BlockOptimizer):
                 is_drawn=is_drawn,
             )
         )
-        if curvature_batch is not None or not self.mesh.is_alone or not self._can_be_exact():
+        if curvature_batch is not None or not self._can_be_exact():
             reason = ""
         if bool(reason) != (self._replaced is not None):
             own = {name: policy for name, policy in without_noise().items() if name not in self.given}

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from blockhf.batches import Share, batch_size, check_curvature_batch, check_kinds
+from blockhf.batches import Share, lengths
 from blockhf.blocks import Block
-from blockhf.curvature import Auto, Curvature, GaussNewton, Products
+from blockhf.curvature import Auto, Curvature, Factored, GaussNewton, Products
 from blockhf.hints import at_first_step
 from blockhf.isolation import Restored
 from blockhf.linalg import (
@@ -31,7 +31,7 @@ from blockhf.meshes import SolvedBlock
 from blockhf.methods import NamedMethods
 from blockhf.objective import Objective, Reduction, what_to_step
 from blockhf.options import check_group
-from blockhf.plan import WITHOUT_BATCH, Plan, choose_sizes, draw_plan
+from blockhf.plan import WITHOUT_BATCH, Plan, Sizes, choose_sizes, draw_plan
 from blockhf.point import Linearizer, Point
 from blockhf.points import learn
 from blockhf.policies import (
@@ -253,10 +253,14 @@ class BlockHF(NamedMethods):
         # 2. The curvature on a part of it, ready for products.
         with update.watch.phase("curvature"):
             searches = self.search.uses_curvature and update.held_out is None
-            point, mine = self.mesh.own_curvature(update.curvature, update.plan)
+            point, mine = update.curvature, list(range(len(update.blocks)))
+            together = self._solves_together(update, stack)
+            if not together:
+                point, mine = self.mesh.own_curvature(point, update.plan)
             if not searches and not (mine and point is update.curvature):
                 update.curvature.samples.release()  # of a graph that the two could have shared
             systems = self._systems(update, point, mine, stack) if mine else []
+            update.point.samples.structure.is_checked = True  # by those who have a block
 
         # 3. Conjugate gradients on each block.
         with update.watch.phase("solve"):
@@ -264,10 +268,20 @@ class BlockHF(NamedMethods):
                 self._begin_solution(system, update.blocks[index])
                 for index, system in zip(mine, systems, strict=True)
             ]
-            solved = map(self._solved, systems, settle(pending))
-            update.take(self.mesh.exchange(update.blocks, dict(zip(mine, solved, strict=True))))
+            solved = dict(zip(mine, map(self._solved, systems, settle(pending)), strict=True))
+            update.take(solved if together else self.mesh.exchange(update.blocks, solved))
             if not searches or point is not update.curvature:
                 stack.close()
+
+    def _solves_together(self, update: Update, stack: contextlib.ExitStack) -> bool:
+        """Whether each process solves all blocks, from roots of which it has made some rows."""
+        known, has_roots = self.policy_state["products"].shared, isinstance(self.products, Factored)
+        if not update.plan.complete or not has_roots or "no_root" in known:
+            return False
+        stack.enter_context(update.curvature.linearize())
+        if "no_root" in known:  # now it is known
+            stack.close()
+        return "no_root" not in known
 
     def _systems(
         self, update: Update, point: Point, mine: Sequence[int], stack: contextlib.ExitStack
@@ -330,10 +344,12 @@ class BlockHF(NamedMethods):
         blocks = before.blocks
         structure, scope = self.structures.of(objective)
         self.ledger.begin(scope)
-        complete = self._adopt(batch, curvature_batch, structure) if searches else ""
+        met = self._meet(batch, curvature_batch)
+        complete = self._adopt(batch, curvature_batch, structure, met) if searches else ""
         if searches and self.sampling.needs_signal and batch is not None:
             look_at(objective, batch, blocks, structure, self.ledger)
-        plan = self._plan(blocks, batch, curvature_batch, structure, searches=searches)
+        given = None if curvature_batch is None else [own[1] for own in met]
+        plan = self._plan(blocks, batch, [own[0] for own in met], given, structure, searches=searches)
         plan = replace(plan, complete=complete)
         linearizer = Linearizer(self.curvature, self.products, self.policy_state["products"])
 
@@ -367,18 +383,14 @@ class BlockHF(NamedMethods):
         self,
         blocks: Sequence[Block],
         batch: Any,
-        curvature_batch: Any,
+        sizes: Sequence[int],
+        given: Sequence[int] | None,
         structure: Structure,
         *,
         searches: bool,
     ) -> Plan:
-        check_curvature_batch(batch, curvature_batch)
-        check_kinds(batch, self.micro_batch_size, is_alone=self.mesh.is_alone)
-        numbers = [0 if given is None else batch_size(given) for given in (batch, curvature_batch)]
-        met = self.mesh.meet(numbers, (batch, curvature_batch), self._description())
         if batch is None:
             return WITHOUT_BATCH
-        sizes, given = ([numbers[place] for numbers in met] for place in (0, 1))
         wanted = choose_sizes(
             sum(sizes),
             self.search,
@@ -390,8 +402,10 @@ class BlockHF(NamedMethods):
             searches=searches,
             positions=structure.num_positions,
         )
+        if lengths(batch) and (self.micro_batch_size is not None or not self.mesh.is_alone):
+            wanted = Sizes(sum(sizes), sum(sizes))  # or else the parts would not be in proportion
         seed = self.seed + 1 + self.policy_state["plan"].shared.get("num_updates", 0)
-        return draw_plan(sizes, wanted, seed, None if curvature_batch is None else given)
+        return draw_plan(sizes, wanted, seed, given)
 
     def _finish(self, update: Update, *, accepted: bool) -> Tensor:
         """Write state and report; a rejected step leaves all but the damping as it was."""

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from blockhf.batches import Share, batch_size, take, tensors_of
+from blockhf.batches import Share, batch_size, proportions, take, tensors_of
 from blockhf.blocks import Block
 from blockhf.isolation import IsolatedBuffers, RandomState, frozen, twice_differentiable
 from blockhf.ledger import Ledger, Shapes
@@ -257,7 +257,8 @@ class Samples:
         if self.batch is None:
             return [Part(None)]
         size = self.num_samples
-        step = self.micro_batch_size or size
+        step, least = self.micro_batch_size or size, sum(proportions(self.batch)) or 1
+        step = max(step // least, 1) * least
         parts = []
         for start in range(0, size, step):
             stop = min(start + step, size)

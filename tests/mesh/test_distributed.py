@@ -19,8 +19,8 @@ from children import starts_processes
 from mesh_tasks import METHODS, NUM_SAMPLES, flat, in_one_process, make
 
 SHAPES = [(1, 1), (1, 2), (2, 1), (1, 3), (3, 1), (1, 4), (2, 2), (4, 1)]
-OFTEN = ("paper", "martens", "default")
-UNEVEN = ("paper", "martens", "default", "no held-out samples", "few", "sum", "weighted")
+OFTEN = ("paper", "martens", "default", "complete", "again", "least squares")
+UNEVEN = ("paper", "martens", "default", "complete", "no held-out samples", "few", "sum", "weighted")
 # Every method on one mesh of both dimensions, and a few on all; all on all is for a longer look.
 CASES = [
     pytest.param(
@@ -96,6 +96,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
     """What two ranks found in the tasks with a test of their own."""
     folder = tmp_path_factory.mktemp("pair")
     names = ("states", "frozen_and_given", "added", "differences", "noisy", "decayed")
+    names += ("kinds", "kinds_out_of_proportion")
     tasks = [(name, str(folder / "saved")) if name == "states" else (name,) for name in names]
     started = ranks.run(2, "mesh_tasks:several", folder, *tasks)
     return lambda name: [own[names.index(name)] for own in started]
@@ -123,6 +124,19 @@ def test_weight_decay_on_a_mesh_is_that_of_the_dense_solve(pair: Pair) -> None:
         for way, directions in found.items():
             for own, right in zip(directions.split([len(each) for each in expected]), expected, strict=True):
                 assert float((own - right).norm()) <= 1e-10 * float(right.norm()), way
+
+
+def test_samples_of_several_kinds_are_solved_exactly_as_in_one_process(pair: Pair) -> None:
+    expected = mesh_tasks.kinds_of_samples()
+    assert expected["losses"][-1] < 0.2 * expected["losses"][0]
+    assert expected["notes"] == ["Jacobian, 54 x 20", "Jacobian, 54 x 11"]
+    for found, num_rows in zip(pair("kinds"), (18, 36), strict=True):
+        for own in found:
+            assert own["notes"] == [f"Jacobian, {num_rows} x 20", f"Jacobian, {num_rows} x 11"]
+            assert own["losses"] == pytest.approx(expected["losses"], rel=1e-6)
+            assert float((own["parameters"] - expected["parameters"]).norm()) < 1e-6
+    for words in pair("kinds_out_of_proportion"):
+        assert "proportions of the kinds of samples is [4, 1] on rank 0 and [9, 2] on rank 1" in words
 
 
 @pytest.mark.slow

@@ -99,8 +99,31 @@ def test_residuals_that_are_joined_are_told_apart_in_words() -> None:
         optimizer.step(objective, points())
 
 
-def test_micro_batches_of_several_kinds_are_refused() -> None:
+def test_micro_batches_of_several_kinds_are_parts_in_proportion() -> None:
+    parameters = []
+    for size in (None, 50, 21):
+        net = network()
+        optimizer = BlockHF(blocks.single(net), population=42, micro_batch_size=size)
+        for _ in range(5):
+            optimizer.step(poisson(net), points())
+        assert optimizer.report is not None
+        assert optimizer.report.complete
+        parameters.append(torch.cat([param.detach().flatten() for param in net.parameters()]))
+    torch.testing.assert_close(parameters[1], parameters[0])
+    torch.testing.assert_close(parameters[2], parameters[0], rtol=1e-6, atol=1e-9)
+
+
+def test_with_noise_micro_batches_of_several_kinds_take_all_samples() -> None:
+    net = network()
+    optimizer = BlockHF(blocks.single(net), sampling=NoiseScale(), micro_batch_size=202)
+    optimizer.step(poisson(net), points(402))
+    assert optimizer.report is not None
+    work = optimizer.report.work
+    assert (work["gradient_batch"], work["curvature_batch"], work["held_out_batch"]) == (404, 404, 0)
+
+
+def test_micro_batches_too_small_for_all_kinds_are_refused() -> None:
     net = network()
     optimizer = BlockHF(blocks.single(net), micro_batch_size=10)
-    with pytest.raises(ValueError, match="whose means do not add up part by part"):
+    with pytest.raises(ValueError, match="whose means add up only over parts of 21 samples or a multiple"):
         optimizer.step(poisson(net), points())

@@ -65,10 +65,14 @@ class Factored(Products):
             return self._with_roots(curvature, samples, state)
         reason = state.shared.get("no_root")
         if reason is None:
+            found = None
             try:
-                return self._with_roots(curvature, samples, state)
+                found = self._with_roots(curvature, samples, state)
             except FormingError as error:
                 reason = str(error)
+            if samples.ranks.agree(found is not None, samples.devices[0]) and found is not None:
+                return found
+            reason = reason or "another process cannot"
         operator = self.other.linearize(curvature, samples, num_products, state)  # or else the user's mistake
         if "no_root" not in state.shared:
             state.shared["no_root"] = reason
@@ -118,7 +122,7 @@ class Factored(Products):
             hessians = SampleHessians(own).dense()
             num_outputs = hessians.shape[-1]
             size = num_outputs * sum(block.size for block in samples.blocks) * hessians.element_size()
-            self._check_size(samples.num_samples * size)
+            self._check_size(samples.share.total * size)
             # Where nothing counts, the loss may be no number.
             weighed = hessians * part.weight if part.weight else torch.zeros_like(hessians)
             lower, along = _scaled_slopes(own, weighed, part.weight)
@@ -168,14 +172,15 @@ class Factored(Products):
         if self.worth is None:
             return
         outputs = samples.structure.num_outputs
-        num_rows = outputs if samples.batch is None else samples.num_samples * outputs
+        number = samples.share.total
+        num_rows = outputs if samples.batch is None else number * outputs
         sizes = [block.size for block in samples.blocks]
         sides = [min(num_rows, size) for size in sizes]
         exact = sum(
             2 * num_rows * size * side + side**3 // 3 for size, side in zip(sizes, sides, strict=True)
         )
         counted = sum(samples.ledger.known("gradient", part.shapes) or 0 for part in samples.parts)
-        gradient = max(counted, 6 * samples.num_samples * sum(sizes))
+        gradient = max(counted * number // samples.num_samples, 6 * number * sum(sizes))
         if samples.batch is None:
             exact += num_rows * gradient  # each row is a backward pass over all samples
         if exact > self.worth * PRODUCT * gradient:

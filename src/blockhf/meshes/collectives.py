@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from blockhf._torch import accelerator, set_group_timeout, use_device
-from blockhf.batches import has_samples_elsewhere, rebuild, take, tensors_of
+from blockhf.batches import batch_size, has_samples_elsewhere, rebuild, take, tensors_of
 
 DIMENSIONS = ("block", "data")
 
@@ -202,11 +202,13 @@ class Collectives:
                 "On a mesh of blocks samples are sent as tensors, and the batch has lists or arrays of them. "
                 "Pass tensors."
             )
-        gathered = []
+        gathered, total = [], batch_size(batch)
         for tensor in tensors_of(batch):
             if tensor.dim() > 0:
-                shapes = [(count, *tensor.shape[1:]) for count in counts]
-                pieces = self.gather_along_block(tensor[: counts[self.block]], shapes, "samples")
+                # Samples of several kinds are all sent, and in the same proportions everywhere.
+                sizes = [count * len(tensor) // total for count in counts]
+                shapes = [(size, *tensor.shape[1:]) for size in sizes]
+                pieces = self.gather_along_block(tensor[: sizes[self.block]], shapes, "samples")
                 tensor = torch.cat(pieces).to(tensor.device).requires_grad_(tensor.requires_grad)
             gathered.append(tensor)
         return rebuild(batch, gathered)

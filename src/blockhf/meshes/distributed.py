@@ -16,6 +16,7 @@ must have as many threads and the same kind of processor.
 
 from __future__ import annotations
 
+import abc
 import zlib
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -205,16 +206,39 @@ class _Summing(Ranks):
     def __init__(self, ranks: Collectives) -> None:
         self.ranks = ranks
 
+    @property
+    @abc.abstractmethod
+    def place(self) -> tuple[int, int]:
+        """The place of this process among them, and how many they are."""
+
+    def gather(self, tensor: Tensor) -> Tensor:
+        place, number = self.place
+        counts = torch.zeros(number, dtype=torch.long, device=self.ranks.device)
+        counts[place] = len(tensor)
+        lengths = self.sum([counts])[0].tolist()
+        before = sum(lengths[:place])
+        rows = tensor.new_zeros(sum(lengths), *tensor.shape[1:])
+        rows[before : before + len(tensor)] = tensor
+        return self.sum([rows])[0]
+
     def sum_operator(self, operator: BlockOperator) -> BlockOperator:
         return SumOverRanks(operator, self, self.ranks.device)
 
 
 class _Everyone(_Summing):
+    @property
+    def place(self) -> tuple[int, int]:
+        return self.ranks.by_column.index(self.ranks.rank), self.ranks.num_ranks
+
     def sum(self, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
         return self.ranks.sum(tensors)
 
 
 class _AlongData(_Summing):
+    @property
+    def place(self) -> tuple[int, int]:
+        return self.ranks.data, self.ranks.num_data
+
     def sum(self, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
         return self.ranks.sum_along_data(tensors)
 
@@ -222,17 +246,20 @@ class _AlongData(_Summing):
 class SumOverRanks(ForwardingOperator):
     """A matrix whose samples several ranks have between them: each has its share of every product.
 
-    Blocks are stored where all ranks have stored their shares.
+    Blocks are stored where all ranks have stored their shares. Roots are gathered: each rank made the rows of
+    its own samples, and then has all of them.
     """
 
     def __init__(self, operator: BlockOperator, ranks: Ranks, device: torch.device) -> None:
         super().__init__(operator)
         self.ranks = ranks
         stored = [operator.dense(index) for index in range(len(operator.sizes))]
-        flags = torch.tensor([*(float(own is not None) for own in stored), 1.0], device=device)
-        (counted,) = ranks.sum([flags])
-        *counts, num_ranks = counted.tolist()
-        self._is_alone = num_ranks == 1
+        has_root = operator.scaled_outputs() is not None
+        flags = [*(float(own is not None) for own in stored), float(has_root), 1.0]
+        (counted,) = ranks.sum([torch.tensor(flags, device=device)])
+        *counts, num_roots, num_ranks = counted.tolist()
+        self._has_roots = num_roots == num_ranks
+        self._roots: dict[int, Root | None] = {}
         shares = {
             index: own
             for index, (own, count) in enumerate(zip(stored, counts, strict=True))
@@ -245,8 +272,15 @@ class SumOverRanks(ForwardingOperator):
         return self._stored.get(block)
 
     def root(self, block: int) -> Root | None:
-        """None where several ranks have shares: the root of a sum is not the sum of roots."""
-        return super().root(block) if self._is_alone else None
+        if self._has_roots and block not in self._roots:
+            own = super().root(block)
+            gather = self.ranks.gather
+            self._roots[block] = own and Root(gather(own.rows), gather(own.slopes))
+        return self._roots.get(block)
+
+    def scaled_outputs(self, outputs: Sequence[Sequence[Tensor]] | None = None) -> Tensor | None:
+        own = super().scaled_outputs(outputs) if self._has_roots else None
+        return None if own is None else self.ranks.gather(own)
 
     def mean_diagonal(self, block: int, like: Tensor) -> float:
         own = torch.tensor(super().mean_diagonal(block, like), dtype=torch.float64, device=like.device)
