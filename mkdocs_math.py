@@ -19,6 +19,7 @@ from markdown.preprocessors import Preprocessor
 _INLINE = re.compile(r":math:`([^`]+)`")
 _DISPLAY = re.compile(r"^( *)\.\. math::[ \n]*((?:.+\n?)+)", flags=re.MULTILINE)
 _DOCTEST = re.compile(r"^( *)>>> (?:.+\n?)+", flags=re.MULTILINE)
+_POWER = re.compile(r"(<td[^>]*>(?:<strong>)?)([\d.]+e[-+]\d+)")
 _MARKED = re.compile(r'<(span|div) class="arithmatex">\s*\\[(\[](.*?)\\[)\]]\s*</\1>', flags=re.DOTALL)
 
 
@@ -53,9 +54,13 @@ def on_config(config: Any) -> Any:
 
 
 def on_post_page(output: str, **_: Any) -> str:
-    """Convert what is marked as a formula."""
+    """Convert what is marked as a formula, and keep powers of ten in tables on one line."""
 
     def mathml(found: re.Match[str]) -> str:
-        return convert(html.unescape(found[2].strip()), display="block" if found[1] == "div" else "inline")
+        formula = html.unescape(found[2].strip())
+        if found[1] == "span":
+            return convert(formula)
+        return f'<div class="formula">{convert(formula, display="block")}</div>'
 
+    output = _POWER.sub(r'\1<span class="number">\2</span>', output)
     return _MARKED.sub(mathml, output)

@@ -85,6 +85,20 @@ def test_the_readme_is_short_and_its_links_are_absolute() -> None:
     assert len(re.findall(r"\w[\w'.-]*", prose)) <= 500
 
 
+def test_every_promise_of_the_readme_has_a_test_or_a_command() -> None:
+    readme, rules = ((ROOT / name).read_text(encoding="utf-8") for name in ("README.md", "CONTRIBUTING.md"))
+    table = rules[rules.index("| README | kept by |") : rules.index("## Style")]
+    rows = re.findall(r"^\| (.+?) \| (.+) \|$", table, flags=re.MULTILINE)[1:]
+    promises = [promise for own, _ in rows for promise in own.split(", ") if own != "Any model, any loss"]
+    assert all(promise in readme for promise in promises if promise != "figure")
+    features = re.findall(r"^- \[(.+?)\]", readme, flags=re.MULTILINE)
+    assert set(features) <= {own for own, _ in rows}
+    for _, kept in rows:
+        named = re.findall(r"(?:tests|results|benchmarks)/[\w/.-]*\w", kept)
+        assert named or "`" in kept
+        assert all((ROOT / path).exists() for path in named), named
+
+
 def test_every_page_is_in_the_navigation() -> None:
     named = set(re.findall(r"[\w/-]+\.md", (ROOT / "mkdocs.yml").read_text(encoding="utf-8")))
     pages = {page.relative_to(ROOT / "docs").as_posix() for page in PAGES[1:]}

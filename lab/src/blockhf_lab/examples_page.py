@@ -92,6 +92,8 @@ def picture(name: str, module: Any, found: Any) -> Figure:
     axes[0].plot(range(1, len(values) + 1), values, color=figures.look(1)[0], linewidth=2)
     if "losses" in found:
         figures.scale_errors(axes[0], values)
+        if max(values) > 30 * min(values):  # there is no room for more
+            figures.plain_ticks(axes[0], digits=(1,))
     axes[0].set(xlabel="steps", ylabel="loss" if "losses" in found else "steps that poles stand for")
     axes[0].xaxis.set_major_locator(MaxNLocator(integer=True))
     axes[0].grid(color="#dddddd", linewidth=0.6)
