@@ -17,6 +17,7 @@ from blockhf.batches import (
 )
 from blockhf.bookkeeping import BlockOptimizer
 from blockhf.curvature import Auto, Curvature, Factored, GaussNewton
+from blockhf.curvature.factored import price
 from blockhf.linalg import Cholesky, ConjugateGradient
 from blockhf.objective import check_objective
 from blockhf.options import PLAN
@@ -36,6 +37,7 @@ from blockhf.policies import (
 from blockhf.policy import PolicyState, State
 from blockhf.preconditioners import Identity
 from blockhf.samples import Structure
+from blockhf.update import Update
 
 if TYPE_CHECKING:
     from typing import Self  # from Python 3.11 on
@@ -50,6 +52,12 @@ def _plain() -> dict[str, Any]:
         "sampling": AllSamples(),
     }
 
+
+DEAR = 100.0
+"""Products that exact solutions may cost at once where a batch comes again."""
+
+WINDOW = 3
+"""A batch whose exact solutions are dear is a sample while the loss falls by a fifth in so many steps."""
 
 _LEAST_SQUARES = {"curvature_batch_size", "products", "solver", "search", "sampling", "damping"}
 
@@ -121,6 +129,7 @@ class NamedMethods(BlockOptimizer):
             number = joint_fingerprint([own[2:] for own in met])
             again = number is not None and number == memory.get("fingerprint")
             memory.update(differs="fingerprint" in memory and not again, fingerprint=number)
+            again = again and not self._falls_fast()
         reason = why_complete(
             Batch(
                 num_samples,
@@ -143,6 +152,27 @@ class NamedMethods(BlockOptimizer):
             memory["is_complete"] = bool(reason)
             self._renew(is_first="num_updates" not in memory)
         return "all samples are asked for" if self.given >= _LEAST_SQUARES else reason
+
+    def _falls_fast(self) -> bool:
+        """Whether exact solutions are dear, and steps on a sample still lower the loss a good deal."""
+        last = self._memory.get("last_losses", ())
+        if self._memory.get("is_complete") or self._memory.get("price", 0.0) <= DEAR:
+            return False
+        return len(last) <= WINDOW or last[-1] < 0.8 * last[-1 - WINDOW]
+
+    def _note_price(self, update: Update) -> None:
+        """Take down the loss, and what exact solutions would cost, while it is open which way is better."""
+        memory, ledger = self._memory, update.point.samples.ledger
+        if memory.get("differs", True) or memory.get("is_complete") or not self._can_be_exact():
+            return
+        own = (ledger.totals.get("gradient", 0), ledger.work.gradient_samples)
+        gradient, number = self.mesh.add_up([float(each) for each in own])
+        sizes = [block.size for block in update.blocks]
+        gradient = max(gradient / max(number, 1.0), 6.0 * sum(sizes))
+        total = sum(update.plan.gradient.sizes)
+        num_outputs = update.point.samples.structure.num_outputs
+        memory["price"] = price(total * num_outputs, sizes, total * gradient)
+        memory["last_losses"] = [*memory.get("last_losses", ()), update.value][-1 - WINDOW :]
 
     def _can_be_exact(self) -> bool:
         """Whether neither choices of the user nor numbers nor earlier steps speak against it."""

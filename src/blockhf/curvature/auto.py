@@ -30,7 +30,7 @@ from blockhf.samples import Samples
 _NODE = 400_000
 """What a node of the loss's graph costs in a product besides its operations: time for so many of them."""
 
-_FORMING = 10
+_FORMING = 7
 """How many times that forming costs at each node, under ``vmap``."""
 
 _MOST_SHAPES = 16
@@ -126,7 +126,7 @@ class Auto(Products):
     ) -> list[int]:
         if "no_forming" in state.shared or not isinstance(curvature, GaussNewton):
             return []
-        gradient = GRADIENT * _forward_flops(samples)
+        gradient = _gradient_flops(samples)
         num_outputs = samples.structure.num_outputs
         rows = samples.num_samples * num_outputs
         # Jacobians take a pass for each output, whichever blocks are formed; one block must be worth it.
@@ -150,7 +150,7 @@ class Auto(Products):
         spent = sum(state.blocks.get(block.name, {}).get("spent", {}).get(key, 0) for block in samples.blocks)
         # Of a small block more products are asked for than are made: as many as an exact solution is worth.
         wanted = num_blocks * min(num_products)
-        product = PRODUCT * GRADIENT * _forward_flops(samples) / 2  # from the middle of the network
+        product = PRODUCT * _gradient_flops(samples) / 2  # from the middle of the network
         product += _NODE * num_nodes * len(samples.parts)
         return bool(spent + wanted * product >= 4 * price)
 
@@ -195,6 +195,9 @@ def _shapes(samples: Samples) -> str:
     return f"{samples.parts[0].shapes} of {samples.num_samples}"
 
 
-def _forward_flops(samples: Samples) -> float:
-    """Operations of a forward pass over all samples."""
-    return samples.forward_flops() / batch_size(samples.parts[0].batch) * samples.num_samples
+def _gradient_flops(samples: Samples) -> float:
+    """Operations of a gradient on all samples: by this step's, or else by a forward pass."""
+    counted, number = samples.ledger.totals.get("gradient", 0), samples.ledger.work.gradient_samples
+    if not counted:
+        counted, number = GRADIENT * samples.forward_flops(), batch_size(samples.parts[0].batch)
+    return counted / number * samples.num_samples

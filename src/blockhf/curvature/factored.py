@@ -36,6 +36,19 @@ _At = tuple[Sequence[Tensor], _Scales]
 """The outputs at the point, and what they are scaled by, kind by kind."""
 
 
+def price(num_rows: int, sizes: Sequence[int], gradient: float) -> float:
+    """What exact solutions of all blocks cost, in products with a Gauss-Newton matrix.
+
+    Args:
+        num_rows: Samples times outputs.
+        sizes: Parameters of the blocks.
+        gradient: Counted operations of a gradient.
+    """
+    sides = [min(num_rows, size) for size in sizes]
+    exact = sum(2 * num_rows * size * side + side**3 / 3 for size, side in zip(sizes, sides, strict=True))
+    return exact / (PRODUCT * gradient)
+
+
 @dataclass(frozen=True)
 class Factored(Products):
     """Products with Gauss-Newton matrices whose square roots are stored.
@@ -175,17 +188,14 @@ class Factored(Products):
         number = samples.share.total
         num_rows = outputs if samples.batch is None else number * outputs
         sizes = [block.size for block in samples.blocks]
-        sides = [min(num_rows, size) for size in sizes]
-        exact = sum(
-            2 * num_rows * size * side + side**3 // 3 for size, side in zip(sizes, sides, strict=True)
-        )
         counted = sum(samples.ledger.known("gradient", part.shapes) or 0 for part in samples.parts)
         gradient = max(counted * number // samples.num_samples, 6 * number * sum(sizes))
-        if samples.batch is None:
-            exact += num_rows * gradient  # each row is a backward pass over all samples
-        if exact > self.worth * PRODUCT * gradient:
-            cost = f"{exact / (PRODUCT * gradient):.0f} products"
-            raise FormingError(f"an exact solution costs as much as {cost}, which is more than {self.worth}")
+        # Without a batch each row is a backward pass over all samples.
+        cost = price(num_rows, sizes, gradient) + (num_rows / PRODUCT if samples.batch is None else 0)
+        if cost > self.worth:
+            raise FormingError(
+                f"an exact solution costs as much as {cost:.0f} products, which is more than {self.worth}"
+            )
 
     def _check_size(self, num_bytes: int) -> None:
         if num_bytes > self.memory_budget:
