@@ -73,7 +73,7 @@ def test_a_tiny_problem_is_left_to_the_double_backward() -> None:
     step(optimizer, model, 8)
     assert optimizer.report is not None
     assert {block.products for block in optimizer.report.blocks} == {
-        "double backward: tracing would not pay yet"
+        "double backward: too small for tracing to pay"
     }
 
 

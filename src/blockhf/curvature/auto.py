@@ -98,6 +98,8 @@ class Auto(Products):
         num_nodes = samples.structure.num_nodes
         if not reason and num_nodes > LONGEST_GRAPH and not self.compile:
             reason = f"tracing a graph of {num_nodes} nodes takes long; compile=True asks for it"
+        if not reason and PRODUCT * _gradient_flops(samples) < _NODE * num_nodes and not self.compile:
+            reason = "too small for tracing to pay"
         if not reason and not self._worth_tracing(samples, num_products, state):
             operator = self._by_double_backward(curvature, samples, "tracing would not pay yet")
             return _Spending(operator, samples, state)
