@@ -53,7 +53,7 @@ def _plain() -> dict[str, Any]:
     }
 
 
-DEAR = 100.0
+DEAR = 300.0
 """Products that exact solutions may cost at once where a batch comes again."""
 
 WINDOW = 3
