@@ -16,6 +16,7 @@ from blockhf.batches import Share
 from blockhf.blocks import Block
 from blockhf.diagnosis import bypassed, risen, wrong_with_curvature
 from blockhf.linalg import BlockOperator, Solution, Status
+from blockhf.linalg.operators import measure_roots
 from blockhf.meshes import SolvedBlock
 from blockhf.plan import Plan
 from blockhf.point import Point
@@ -118,6 +119,8 @@ class Update:
             stored = None if place in found or operator.root(place) is not None else operator.dense(place)
             if stored is not None:
                 found[place] = stored.diagonal().mean()
+        roots = (operator.root(place) for place in range(len(mine)) if place not in found)
+        measure_roots([root for root in roots if root is not None])
         known = dict(zip(found, read(list(found.values())), strict=True))
         scales = [
             known[place][0] if place in known else operator.mean_diagonal(place, self.gradient[index])

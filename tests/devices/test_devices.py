@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -180,6 +181,28 @@ def test_however_often_a_step_is_shrunk_the_host_waits_but_once_more(
     found, num_tries = waits_of_a_step("default", device, depth=depth, max_cg_steps=5)
     assert num_tries == 4
     assert len(found) <= METHODS["default"][1], found
+
+
+def waits_without_noise(device: Any, *, depth: int, **options: Any) -> tuple[list[str], int]:
+    """What the host waited for in a step on samples that are all there are, and at how many points."""
+    task = Task(device, depth=depth)
+    optimizer = BlockHF(blocks.by_layer(task.model), population=160, **options)
+    for _ in range(3):
+        optimizer.step(task.objective, task.batch)
+    with device.counting() as found:
+        optimizer.step(task.objective, task.batch)
+    assert optimizer.report is not None
+    return found, optimizer.report.work["num_evaluations"]
+
+
+def test_steps_without_noise_wait_as_often_for_one_block_as_for_many(device: Any) -> None:
+    """For each length that is tried, once for each of what it takes, whatever the number of blocks."""
+    (few, tries), (many, more_tries) = (waits_without_noise(device, depth=depth) for depth in (0, 4))
+    assert any("geodesic" in wait for wait in few)
+    assert len(few) <= 13, few
+    assert max(collections.Counter(many).values()) <= max(more_tries, 2)
+    assert len(set(many)) == len(set(few))
+    assert (len(many) <= len(few)) or more_tries > tries
 
 
 def test_what_the_pretended_device_refuses_and_counts(device: Any) -> None:

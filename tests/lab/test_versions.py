@@ -53,3 +53,10 @@ def test_without_uv_nothing_is_recorded(tmp_path: Path) -> None:
     done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE, check=False)
     assert done.returncode == 1
     assert "/nowhere/uv" in done.stderr
+
+
+def test_where_no_environment_can_be_made_the_others_go_on(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert not versions.run([("2.6.0", "3.10"), ("newest", "3.13")], tmp_path, "false")
+    assert capsys.readouterr().out.count("left out: no environment could be made") == 2

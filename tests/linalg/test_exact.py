@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
 
 from blockhf.linalg import BlockOperator, Cholesky, CountedProducts, Root, Scaled, Status, System
 from blockhf.meshes.distributed import SumOverRanks
-from blockhf.ranks import Alone, Ranks
+from blockhf.ranks import Ranks
 
 
 class Rooted(BlockOperator):
@@ -168,11 +170,30 @@ class Twice(Ranks):
     def sum(self, tensors: list[Tensor]) -> list[Tensor]:  # type: ignore[override]
         return [2 * own for own in tensors]
 
+    def gather(self, tensor: Tensor) -> Tensor:
+        return torch.cat([tensor, tensor])
+
     def sum_operator(self, operator: BlockOperator) -> BlockOperator:
         return SumOverRanks(operator, self, torch.device("cpu"))
 
 
-def test_the_root_of_a_sum_over_ranks_is_unknown_and_cg_solves() -> None:
+class WithOutputs(Rooted):
+    """A root that says what its rows are the derivatives of."""
+
+    def scaled_outputs(self, outputs: Any = None) -> Tensor:
+        return self.own.slopes
+
+
+def test_the_root_of_a_sum_over_ranks_has_the_rows_of_all() -> None:
+    own = rooted(5, 12).own
+    both = SumOverRanks(WithOutputs(own.rows, own.slopes), Twice(), torch.device("cpu"))
+    root = both.root(0)
+    assert root is not None
+    torch.testing.assert_close(root.rows.T @ root.rows, 2 * own.rows.T @ own.rows)
+    torch.testing.assert_close(root.rows.T @ root.slopes, 2 * own.rows.T @ own.slopes)
+
+
+def test_where_outputs_are_unknown_the_root_of_a_sum_over_ranks_is_too_and_cg_solves() -> None:
     operator = rooted(5, 12)
     vector = torch.ones(12, dtype=torch.float64)
     both = SumOverRanks(operator, Twice(), torch.device("cpu"))
@@ -181,7 +202,6 @@ def test_the_root_of_a_sum_over_ranks_is_unknown_and_cg_solves() -> None:
     solution = Cholesky().solve(System(both, 0, vector, damping=0.5, rtol=1e-12, max_steps=60), {})
     assert solution.num_steps > 0
     torch.testing.assert_close(2 * solution.x, solved(operator, vector, 0.25), rtol=1e-8, atol=1e-10)
-    assert SumOverRanks(operator, Alone(), torch.device("cpu")).root(0) is operator.own
 
 
 def test_the_mean_diagonal_is_estimated_where_nothing_is_stored() -> None:

@@ -11,6 +11,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from blockhf.scalars import read
+
 
 class LinearOperator(Protocol):
     """A symmetric matrix known only through its products."""
@@ -32,6 +34,7 @@ class Root:
     rows: Tensor
     slopes: Tensor
     units: Tensor | float = 1.0
+    _attempts: dict[float, tuple[Tensor, Tensor]] = field(default_factory=dict, repr=False)
     _factors: dict[float, Tensor | None] = field(default_factory=dict, repr=False)
 
     @property
@@ -55,18 +58,25 @@ class Root:
         units = torch.where(units > 0, units, 1.0)
         return Root(self.rows / units, self.slopes, units)
 
+    def attempt(self, damping: float) -> tuple[Tensor, Tensor]:
+        """The Cholesky factor of the smaller matrix and damping, and whether there is none, not looked at."""
+        if damping not in self._attempts:
+            self._attempts.clear()
+            damped = self.smaller.clone()
+            damped.diagonal().add_(damping)
+            self._attempts[damping] = torch.linalg.cholesky_ex(damped)
+        return self._attempts[damping]
+
     def factor(self, damping: float) -> Tensor | None:
         """The Cholesky factor of the smaller matrix and damping, with as much more as rounding asks for."""
         if damping not in self._factors:
             self._factors.clear()
-            self._factors[damping] = _cholesky(self.smaller, damping)
+            factor, failed = self.attempt(damping)
+            self._factors[damping] = _cholesky(self.smaller, damping) if bool(failed) else factor
         return self._factors[damping]
 
-    def solve(self, target: Tensor, damping: float) -> Tensor | None:
-        """``-(Rᵀ R + damping I)⁻¹ Rᵀ target``, on the smaller side and without a subtraction."""
-        factor = self.factor(damping)
-        if factor is None:
-            return None
+    def solve(self, target: Tensor, factor: Tensor) -> Tensor:
+        """``-(Rᵀ R + damping I)⁻¹ Rᵀ target`` by a factor, on the smaller side and without a subtraction."""
         if self.is_wide:
             return -(self.rows.T @ torch.cholesky_solve(target[:, None], factor)[:, 0])
         return -torch.cholesky_solve((self.rows.T @ target)[:, None], factor)[:, 0]
@@ -86,17 +96,24 @@ def _lower_gram(A: Tensor, num_strips: int = 8) -> Tensor:
 
 
 def _cholesky(K: Tensor, damping: float) -> Tensor | None:
-    """The factor of ``K + damping I``, with as much more on the diagonal as rounding asks for."""
+    """The factor of ``K + damping I`` with a little more on the diagonal, for rounding's sake."""
     damped, diagonal = K.clone(), K.diagonal()
-    extra = 0.0
-    for _ in range(6):
+    extra = 4 * torch.finfo(K.dtype).eps * float(diagonal.mean())
+    for _ in range(5):
         damped.diagonal().copy_(diagonal + damping + extra)
         factor, failed = torch.linalg.cholesky_ex(damped)
         if not bool(failed):
             found: Tensor = factor
             return found
-        extra = max(10 * extra, 4 * torch.finfo(K.dtype).eps * float(diagonal.mean()))
+        extra *= 10
     return None
+
+
+def measure_roots(roots: Sequence[Root]) -> None:
+    """Look at the mean diagonals of all of these, by one wait for the device."""
+    new = [root for root in roots if "mean_diagonal" not in vars(root)]
+    for root, (square,) in zip(new, read([root.rows.square().sum() for root in new]), strict=True):
+        vars(root)["mean_diagonal"] = square / max(1, root.rows.shape[1])
 
 
 class BlockOperator(abc.ABC):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import abc
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -23,6 +23,7 @@ from blockhf.linalg.operators import (
     LinearOperator,
     Root,
     factorizable,
+    measure_roots,
     plus_diagonal,
 )
 from blockhf.policy import Policy, State
@@ -181,11 +182,13 @@ class Cholesky(Solver):
         return settle([Cholesky.begin(self, system, state)])[0]
 
     def begin(self, system: System, state: State) -> PendingSolution | Solution:
-        return (
-            _by_root(system, rescales=self.rescales)
-            or self._factorized(system, state)
-            or self.other.begin(system, state)
-        )
+        def otherwise() -> PendingSolution | Solution:
+            return self._factorized(system, state) or self.other.begin(system, state)
+
+        root = system.operator.root(system.index)
+        if root is None:
+            return otherwise()
+        return _by_root(system, root, otherwise, rescales=self.rescales)
 
     def _factorized(self, system: System, state: State) -> PendingSolution | None:
         A, b = system.dense(), system.rhs
@@ -205,62 +208,68 @@ class Cholesky(Solver):
         return PendingSolution(gathered(failed, x.isfinite().all(), norm(b), norm(r), x @ (b + r)), finish)
 
 
-def _by_root(system: System, *, rescales: bool) -> Solution | None:
+def _by_root(
+    system: System, root: Root, otherwise: Callable[[], PendingSolution | Solution], *, rescales: bool
+) -> PendingSolution:
     """The exact solution on the smaller side, where the square root of the block is stored."""
-    root = system.operator.root(system.index)
-    if root is None:
-        return None
+    inner = system
     if rescales:
-        return _in_own_units(system, root)
-    R, s, b = root.rows, root.slopes, system.rhs
-    factor = root.factor(system.damping)
-    if factor is None:
-        return None
+        system, inner, root = _in_own_units(system, root)
+    b, damping, norm = inner.rhs, inner.damping, torch.linalg.vector_norm
+
+    def begin(factor: Tensor, failed: Tensor) -> PendingSolution:
+        y, fine = _solved(inner, root, factor)
+        image = root.rows @ y
+        r = b - root.rows.T @ image - damping * y
+        x = y / root.units if rescales else y
+        # In other units, as if the damping were that of the system, which others take away again.
+        model = 0.5 * (image @ image + system.damping * (x @ x)) - system.rhs @ x
+
+        def finish(found: Sequence[float]) -> Solution:
+            broken, fine, size, rest, model = found
+            if broken and (more := root.factor(damping)) is not None:
+                return settle([begin(more, torch.zeros_like(failed))])[0]
+            residual = rest / size if size > 0 else 0.0
+            # Without damping, a matrix may be singular, and this but rounding.
+            if broken or not fine or (damping == 0 and residual > 0.1):
+                return settle([otherwise()])[0]
+            return Solution(x, Status.CONVERGED, 0, 0, residual, model)
+
+        return PendingSolution(gathered(failed, fine & x.isfinite().all(), norm(b), norm(r), model), finish)
+
+    return begin(*root.attempt(damping))
+
+
+def _solved(system: System, root: Root, factor: Tensor) -> tuple[Tensor, Tensor]:
+    """The solution by a factor of the smaller side, and whether that is one."""
+    R, s, b, damping = root.rows, root.slopes, system.rhs, system.damping
+    fine = torch.ones((), dtype=torch.bool, device=b.device)
+    if not root.is_wide:
+        return torch.cholesky_solve(b[:, None], factor)[:, 0], fine
 
     def inverted(vector: Tensor) -> Tensor:  # Woodbury
         inner = torch.cholesky_solve((R @ vector)[:, None], factor)[:, 0]
-        return (vector - R.T @ inner) / system.damping
+        return (vector - R.T @ inner) / damping
 
-    if not root.is_wide:
-        x = torch.cholesky_solve(b[:, None], factor)[:, 0]
-    elif _is_gradient(R, s, -b if system.penalty is None else -b - system.penalty):
-        x = -(R.T @ torch.cholesky_solve(s[:, None], factor)[:, 0])  # b = -Rᵀ s, so nothing is subtracted
-        if system.penalty is not None:
-            x = x - inverted(system.penalty)
-    elif system.damping > 0:
-        x = inverted(b)
-    else:
-        return None
-    if not bool(x.isfinite().all()):
-        return None
-    image = R @ x
-    model = 0.5 * (image @ image + system.damping * (x @ x)) - b @ x
-    r = b - R.T @ image - system.damping * x
-    norm = torch.linalg.vector_norm(b)
-    residual = float(torch.linalg.vector_norm(r) / norm) if float(norm) > 0 else 0.0
-    if system.damping == 0 and residual > 0.1:  # the matrix is singular, and this is but rounding
-        return None
-    return Solution(x, Status.CONVERGED, 0, 0, residual, float(model))
+    x = root.solve(s, factor)  # b = -Rᵀ s, so nothing is subtracted
+    if system.penalty is not None:
+        x = x - inverted(system.penalty)
+    is_gradient = _is_gradient(R, s, -b if system.penalty is None else -b - system.penalty)
+    if damping > 0:
+        return torch.where(is_gradient, x, inverted(b)), fine
+    return x, is_gradient
 
 
-def _in_own_units(system: System, root: Root) -> Solution | None:
-    """The solution with each parameter in units in which its curvature is 1."""
+def _in_own_units(system: System, root: Root) -> tuple[System, System, Root]:
+    """The system, and it and its root with each parameter in units in which its curvature is 1."""
     if system.penalty is not None:
         root = _with_penalty(root, system.weight_decay, system.penalty)
         damping = max(0.0, system.damping - system.weight_decay)
         system = replace(system, damping=damping, weight_decay=0.0, penalty=None)
     scaled = root.in_own_units()
-    units = scaled.units
+    measure_roots([root, scaled])
     damping = system.damping * scaled.mean_diagonal / (root.mean_diagonal or 1.0)
-    inner = replace(system, operator=_Rooted(scaled), index=0, rhs=system.rhs / units, damping=damping)
-    solution = _by_root(inner, rescales=False)
-    if solution is None:
-        return None
-    x = solution.x / units
-    image = root.rows @ x
-    # As if the damping were that of the system, which those who ask for the curvature take away again.
-    model = 0.5 * (image @ image + system.damping * (x @ x)) - system.rhs @ x
-    return replace(solution, x=x, model=float(model))
+    return system, replace(system, rhs=system.rhs / scaled.units, damping=damping), scaled
 
 
 def _with_penalty(root: Root, weight_decay: float, penalty: Tensor) -> Root:
@@ -270,25 +279,9 @@ def _with_penalty(root: Root, weight_decay: float, penalty: Tensor) -> Root:
     return Root(torch.cat([root.rows, rows]), torch.cat([root.slopes, penalty / scale]))
 
 
-class _Rooted(BlockOperator):
-    """A single block that is known by its root."""
-
-    def __init__(self, root: Root) -> None:
-        self._root = root
-
-    @property
-    def sizes(self) -> Sequence[int]:
-        return [self._root.rows.shape[1]]
-
-    def product(self, row: int, column: int, vector: Tensor) -> Tensor:
-        return self._root.rows.T @ (self._root.rows @ vector)
-
-    def root(self, block: int) -> Root:
-        return self._root
-
-
-def _is_gradient(R: Tensor, s: Tensor, gradient: Tensor) -> bool:
+def _is_gradient(R: Tensor, s: Tensor, gradient: Tensor) -> Tensor:
     """Whether ``gradient`` is ``Rᵀ s``, up to what rounding leaves of that sum."""
     norm = torch.linalg.vector_norm
     rounding = 16 * torch.finfo(R.dtype).eps * norm(R) * norm(s)
-    return bool(norm(R.T @ s - gradient) <= 1e-6 * norm(gradient) + rounding)
+    close: Tensor = norm(R.T @ s - gradient) <= 1e-6 * norm(gradient) + rounding
+    return close

@@ -10,8 +10,10 @@ import torch
 from torch import Tensor
 
 from blockhf.linalg import BlockOperator, Root
+from blockhf.linalg.operators import measure_roots
 from blockhf.policies.search import Backtracking, Choice, Search, Situation
 from blockhf.policy import PolicyState
+from blockhf.scalars import gathered, read
 
 
 @dataclass(frozen=True)
@@ -111,8 +113,10 @@ class _Path:
         self._here = here
 
     def _rescale(self) -> None:
-        for index, root in enumerate(self.roots):
-            own = self.roots[index] = root.in_own_units()
+        scaled = [root.in_own_units() for root in self.roots]
+        measure_roots([*self.roots, *scaled])
+        for index, (root, own) in enumerate(zip(list(self.roots), scaled, strict=True)):
+            self.roots[index] = own
             self.units[index] = own.units
             self.dampings[index] *= own.mean_diagonal / (root.mean_diagonal or 1.0)
 
@@ -142,18 +146,21 @@ class _Path:
         image = self._image(step)
         probed = self._outputs([own.probe * vector for vector in step])
         bend = (2 / own.probe) * ((probed - self._here) / own.probe - image)
-        bent = self._solve(bend, growth) if bool(bend.isfinite().all()) else None
-        if bent is None or _norm(bent) > own.longest * _norm(step):
+        bent = self._solve(bend, growth)
+        if bent is None:
+            return None
+        (length,), (bow,) = read([_norm(step), _norm(bent)])
+        if bow > own.longest * length:
             return None
         return self._choice([a + b / 2 for a, b in zip(step, bent, strict=True)], growth, last is not None)
 
     def _choice(self, step: Sequence[Tensor], growth: float, is_moved: bool) -> Choice | None:
         update = [rate * vector for rate, vector in zip(self.rates, step, strict=True)]
-        after = float(self.situation.point.loss_at(update))
-        if not (math.isfinite(after) and after < self.situation.loss):
-            return None
         image = self._image(update)
-        change = float(self.slopes @ image + image @ image / 2)
+        asked = [self.situation.point.loss_at(update), self.slopes @ image + image @ image / 2]
+        (after,), (change,), *finite = read([*asked, *(own.isfinite().all() for own in update)])
+        if not (math.isfinite(after) and after < self.situation.loss and all(fine for (fine,) in finite)):
+            return None
         words = ["with momentum"] if is_moved else []
         words += [f"damping times {growth:.3g}"] if growth > 1 else []
         return Choice(
@@ -163,17 +170,27 @@ class _Path:
             after,
             coefficients=self.rates,
             growth=growth,
+            is_finite=True,
         )
 
     def _solve(self, target: Tensor, growth: float) -> list[Tensor] | None:
         """For each block ``-(Rᵀ R + damping)⁻¹ Rᵀ target``."""
         found = []
-        for root, damping, units in zip(self.roots, self.dampings, self.units, strict=True):
-            x = root.solve(target, damping * growth)
-            if x is None or not bool(x.isfinite().all()):
+        for root, damping in zip(self.roots, self.dampings, strict=True):
+            factor, failed = root.attempt(damping * growth)
+            x = root.solve(target, factor)
+            found.append((x, gathered(failed, x.isfinite().all())))
+        step = []
+        for index, (is_broken, is_fine) in enumerate(read([flags for _, flags in found])):
+            x, root = found[index][0], self.roots[index]
+            if is_broken:  # more damping, for rounding's sake
+                more = root.factor(self.dampings[index] * growth)
+                x = x if more is None else root.solve(target, more)
+                is_fine = more is not None and bool(x.isfinite().all())
+            if not is_fine:
                 return None
-            found.append(x / units)
-        return found
+            step.append(x / self.units[index])
+        return step
 
     def _images(self, step: Sequence[Tensor]) -> Tensor:
         """The change of the scaled outputs by each block, to first order."""
@@ -209,5 +226,5 @@ class _Path:
         return scaled
 
 
-def _norm(vectors: Sequence[Tensor]) -> float:
-    return float(torch.stack([vector @ vector for vector in vectors]).sum().sqrt())
+def _norm(vectors: Sequence[Tensor]) -> Tensor:
+    return torch.stack([vector @ vector for vector in vectors]).sum().sqrt()
