@@ -1,4 +1,4 @@
-"""A small transformer for the benchmark: every position sees every other one."""
+"""Small transformers: every position sees every other one, or those before it."""
 
 from __future__ import annotations
 
@@ -13,11 +13,12 @@ class Layer(nn.Module):
     Args:
         width: Features of a position.
         num_heads: Heads of the attention.
+        is_causal: Whether a position sees only those before it.
     """
 
-    def __init__(self, width: int, num_heads: int) -> None:
+    def __init__(self, width: int, num_heads: int, *, is_causal: bool = False) -> None:
         super().__init__()
-        self.num_heads = num_heads
+        self.num_heads, self.is_causal = num_heads, is_causal
         self.attention_norm = nn.LayerNorm(width)
         self.projection = nn.Linear(width, 3 * width)
         self.merge = nn.Linear(width, width)
@@ -27,8 +28,8 @@ class Layer(nn.Module):
     def forward(self, inputs: Tensor) -> Tensor:
         projected = self.projection(self.attention_norm(inputs)).unflatten(-1, (3, self.num_heads, -1))
         query, key, value = (part.transpose(1, 2) for part in projected.unbind(2))
-        seen = F.scaled_dot_product_attention(query, key, value).transpose(1, 2).flatten(2)
-        inputs = inputs + self.merge(seen)
+        seen = F.scaled_dot_product_attention(query, key, value, is_causal=self.is_causal)
+        inputs = inputs + self.merge(seen.transpose(1, 2).flatten(2))
         outputs: Tensor = inputs + self.feed(self.feed_norm(inputs))
         return outputs
 
@@ -42,6 +43,8 @@ class Transformer(nn.Module):
         width: Features of a position.
         num_layers: Number of layers.
         num_heads: Heads of the attention.
+        is_causal: Whether a position sees only those before it.
+        bias: Whether the logits have one.
 
     Example:
         >>> Transformer(length=5)(torch.zeros(2, 5, dtype=torch.long)).shape
@@ -55,13 +58,18 @@ class Transformer(nn.Module):
         width: int = 128,
         num_layers: int = 2,
         num_heads: int = 4,
+        *,
+        is_causal: bool = False,
+        bias: bool = True,
     ) -> None:
         super().__init__()
         self.tokens = nn.Embedding(vocabulary, width)
         self.positions = nn.Parameter(0.02 * torch.randn(length, width))
-        self.layers = nn.Sequential(*(Layer(width, num_heads) for _ in range(num_layers)))
+        self.layers = nn.Sequential(
+            *(Layer(width, num_heads, is_causal=is_causal) for _ in range(num_layers))
+        )
         self.norm = nn.LayerNorm(width)
-        self.head = nn.Linear(width, vocabulary)
+        self.head = nn.Linear(width, vocabulary, bias=bias)
 
     def forward(self, tokens: Tensor) -> Tensor:
         """The logits ``(N, T, vocabulary)`` for tokens ``(N, T)``."""

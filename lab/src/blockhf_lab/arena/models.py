@@ -9,6 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from blockhf_lab.transformer import Transformer
+
 
 def mlp(sizes: Sequence[int], activation: Callable[[], nn.Module] = nn.ReLU) -> nn.Sequential:
     """Linear layers as torch draws them, with activations between them and none after the last."""
@@ -69,49 +71,17 @@ class NormalizedResNet(nn.Module):
         return logits
 
 
-class CausalLayer(nn.Module):
-    """Causal self-attention and a feed-forward part, each around a shortcut and behind a LayerNorm."""
-
-    def __init__(self, width: int, num_heads: int) -> None:
-        super().__init__()
-        self.num_heads = num_heads
-        self.attention_norm = nn.LayerNorm(width)
-        self.projection = nn.Linear(width, 3 * width)
-        self.merge = nn.Linear(width, width)
-        self.feed_norm = nn.LayerNorm(width)
-        self.feed = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
-
-    def forward(self, inputs: Tensor) -> Tensor:
-        projected = self.projection(self.attention_norm(inputs)).unflatten(-1, (3, self.num_heads, -1))
-        query, key, value = (part.transpose(1, 2) for part in projected.unbind(2))
-        seen = F.scaled_dot_product_attention(query, key, value, is_causal=True)
-        inputs = inputs + self.merge(seen.transpose(1, 2).flatten(2))
-        outputs: Tensor = inputs + self.feed(self.feed_norm(inputs))
-        return outputs
-
-
-class GPT(nn.Module):
+class GPT(Transformer):
     """Logits of the next character for each position; ``is_tied`` shares the embedding with the head."""
 
     def __init__(
         self, vocabulary: int, length: int, width: int, num_layers: int, num_heads: int, *, is_tied: bool
     ) -> None:
-        super().__init__()
-        self.tokens = nn.Embedding(vocabulary, width)
-        self.positions = nn.Parameter(0.02 * torch.randn(length, width))
-        self.layers = nn.Sequential(*(CausalLayer(width, num_heads) for _ in range(num_layers)))
-        self.norm = nn.LayerNorm(width)
-        self.head = nn.Linear(width, vocabulary, bias=False)
+        super().__init__(vocabulary, length, width, num_layers, num_heads, is_causal=True, bias=False)
         nn.init.normal_(self.tokens.weight, std=0.02)
         nn.init.normal_(self.head.weight, std=0.02)
         if is_tied:
             self.head.weight = self.tokens.weight
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        """The logits ``(N, T, vocabulary)`` for tokens ``(N, T)``."""
-        hidden = self.tokens(tokens) + self.positions[: tokens.shape[1]]
-        logits: Tensor = self.head(self.norm(self.layers(hidden)))
-        return logits
 
 
 class RecurrentLanguageModel(nn.Module):
