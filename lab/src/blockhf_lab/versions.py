@@ -193,7 +193,8 @@ def page(folder: Path) -> str:
         "|---|---|---|---|---|---|---|",
         *rows,
         "",
-        "The loss is that of the default method on a small task in double precision, before the fifth step.",
+        "The loss is that of the default method on a small task in double precision, before the fifth step. "
+        "Records with other numbers of tests are of other commits, whose default may have another loss.",
         *_listed("Skipped", [(reason, record) for record in found for reason in record["skipped"]]),
         *_listed("Failed", [(name, record) for record in found for name in record["failed"]]),
         "",
