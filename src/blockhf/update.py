@@ -18,12 +18,18 @@ from blockhf.diagnosis import bypassed, risen, wrong_with_curvature
 from blockhf.linalg import BlockOperator, Solution, Status
 from blockhf.linalg.operators import measure_roots
 from blockhf.meshes import SolvedBlock
-from blockhf.plan import Plan
+from blockhf.plan import FEWEST_SAMPLES, Plan
 from blockhf.point import Point
 from blockhf.policies import Choice, Outcome, Proposal, Search, Situation, StepCost, measured
 from blockhf.policy import PolicyState, State
 from blockhf.report import STILL, BlockReport, StepReport, Stopwatch
 from blockhf.scalars import are_finite, read
+
+BESIDES = 10**9
+"""What a step takes beside counted operations (its hundreds of small ones, Python), in as many of these."""
+
+INVERTING = 5
+"""How many times longer a factorization's operations take than those of a product, beyond one."""
 
 
 @dataclass
@@ -271,15 +277,23 @@ class Update:
     def cost(self, add_up: Callable[[Sequence[float]], Sequence[float]]) -> StepCost:
         """What the step used; ``add_up`` adds up numbers over all ranks."""
         ledger = self.point.samples.ledger
-        own = (ledger.totals.get("gradient", 0), ledger.work.gradient_samples, ledger.totals.get("checks", 0))
-        gradient, num_samples, checks, everything = add_up([*own, ledger.total])
-        per_sample = gradient / max(num_samples, 1)
-        number = self.plan.num_gradient
-        # A gradient without multiplications, as that of an embedding, is taken to be half of the work.
-        rest = (everything - checks - number * per_sample) / per_sample if per_sample else float(number)
-        signal = None if self.choice is None else self.choice.signal
+        kinds = ("gradient", "checks", "inversion", "preconditioner", "formed")
+        counts = [ledger.totals.get(kind, 0) for kind in kinds]
+        *summed, num_samples, everything = add_up([*counts, ledger.work.gradient_samples, ledger.total])
+        gradient, checks, inversion, *others = summed
+        number, num_curvature = self.plan.num_gradient, self.plan.num_curvature
         weight = math.sqrt(self.point.samples.structure.num_positions)  # as in the plan
-        return StepCost(round(number * weight), signal, rest * weight, (self.population or math.inf) * weight)
+        signal = None if self.choice is None else self.choice.signal
+        taken, population = round(number * weight), (self.population or math.inf) * weight
+        if not gradient:  # as that of an embedding, which is taken to be half of the work
+            return StepCost(taken, signal, number * weight, population)
+        per_sample = gradient / max(num_samples, 1)
+        fixed = inversion + sum(others)
+        curvature = max((everything - checks - fixed) / per_sample - number, 0.0)
+        rest = curvature + (fixed + INVERTING * inversion + BESIDES) / per_sample
+        full = num_curvature * weight if num_curvature < number else max(FEWEST_SAMPLES, number * weight)
+        growing = 0.0 if self.plan.given else curvature * weight
+        return StepCost(taken, signal, rest * weight, population, growing, full)
 
     def report(
         self, step: int, *, accepted: bool, traffic: dict[str, int], hints: Sequence[str] = ()

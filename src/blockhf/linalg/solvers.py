@@ -161,8 +161,7 @@ class Cholesky(Solver):
 
     Args:
         other: Solves what is not stored.
-        worth: How many products it is worth at most to have a small block's exact solution. Recurrences, for
-            whom it is worth most, ask for some 25; convolutions and last layers do as well without it.
+        worth: How many products it is worth at most to have a small block's exact solution.
         small: The most parameters of a small block. A larger one's matrix is known but roughly from the
             samples that there are, and its exact solution is worth no more than a few CG steps.
         rescales: Where a block's root is stored, damp each parameter by its own curvature (Marquardt, 1963),
@@ -170,7 +169,7 @@ class Cholesky(Solver):
     """
 
     other: Solver = field(default_factory=ConjugateGradient)
-    worth: int = 30
+    worth: int = 10
     small: int = 1000
     rescales: bool = False
 

@@ -23,12 +23,22 @@ class StepCost:
             own: 1 without noise, 1/2 where there is as much noise as signal. ``None`` where it is unknown.
         rest: The cost of all else in the step, in gradients of one sample.
         population: How many samples there are in all; infinity where they are new at each step.
+        growing: How much of the rest is curvature, which is taken from as many samples as the gradient, but
+            at most from ``full``.
+        full: The most samples of the curvature.
     """
 
     num_samples: int
     signal: float | None
     rest: float
     population: float = math.inf
+    growing: float = 0.0
+    full: float = 0.0
+
+    def price(self, number: float) -> float:
+        """Of a step whose gradient takes so many samples."""
+        share = min(number, self.full) / min(self.num_samples, self.full) if self.growing else 0.0
+        return number + self.rest - self.growing + self.growing * share
 
 
 class Sampling(Policy):
@@ -67,6 +77,8 @@ class NoiseScale(Sampling):
     scale: with so many samples there is as much noise as signal. If all else in a step costs as much as the
     gradients of ``m`` samples, then progress over price, :math:`n / ((n + n_0)(n + m))`, is largest at
     :math:`n = \sqrt{n_0 m}`. The noise scale is small at first and grows as the loss nears its minimum.
+    While curvature is taken from all of the gradient's samples, its cost grows with them, and ``m`` is the
+    rest over what one more sample costs; of the two optima the better one is taken.
 
     Of a finite set of ``N`` samples, ``n`` have the noise :math:`n_0 (1/n - 1/N)`, and those left out lean
     the other way: the signal on them is :math:`(1 - n_0/N) / (1 + n_0 (1/n - 1/N))`. Progress over price is
@@ -80,15 +92,15 @@ class NoiseScale(Sampling):
 
     >>> sampling, state = NoiseScale(), {}
     >>> sampling.size(4096, state)
+    256
+    >>> sampling.update(StepCost(num_samples=256, signal=0.5, rest=4096), state)
+    >>> sampling.size(4096, state)  # the square root of 256 times 4096
     1024
-    >>> sampling.update(StepCost(num_samples=1024, signal=0.5, rest=4096), state)
-    >>> sampling.size(4096, state)  # the square root of 1024 times 4096 is 2048, but not all at once
-    1536
     """
 
-    start: float = 1024
-    least: float = 512
-    change: float = 1.5
+    start: float = 256
+    least: float = 256
+    change: float = 4.0
     memory: float = 0.8
 
     def __post_init__(self) -> None:
@@ -122,9 +134,26 @@ class NoiseScale(Sampling):
         state["log_scale"] = scale if known is None else self.memory * known + (1 - self.memory) * scale
         noise = math.exp(state["log_scale"])
         excess = max(1 - noise / cost.population, 1e-9)
-        wanted = math.sqrt(noise * max(cost.rest, 1.0) / excess)
+
+        def rate(number: float) -> float:
+            """Progress over price."""
+            return number / ((number * excess + noise) * cost.price(number))
+
         slowest, fastest = cost.num_samples / self.change, cost.num_samples * self.change
-        state["size"] = min(max(wanted, slowest), fastest)
+        found = [
+            _between(
+                slowest, math.sqrt(noise * max(cost.price(cost.full) - cost.full, 1.0) / excess), fastest
+            )
+        ]
+        if cost.growing > 0:
+            each = 1 + cost.growing / min(cost.num_samples, cost.full)
+            few = math.sqrt(noise * max(cost.rest - cost.growing, 1.0) / (each * excess))
+            found = [_between(cost.full, found[0], fastest), _between(slowest, few, cost.full)]
+        state["size"] = _between(slowest, max(found, key=rate), fastest)
+
+
+def _between(least: float, number: float, most: float) -> float:
+    return min(max(number, least), most)
 
 
 def _coarse(number: float) -> int:

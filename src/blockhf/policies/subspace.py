@@ -102,7 +102,7 @@ class Subspace(Search):
     def num_held_out(self, num_available: int, num_wanted: int) -> int:
         # In whole steps, as their products are traced anew for each new size.
         unit = max(self.max_held_out // 2, 1)
-        few = 1 << max(num_wanted // 2, 8 * _FEWEST_HELD_OUT).bit_length() - 1
+        few = 1 << max(num_wanted // 2, 4 * _FEWEST_HELD_OUT).bit_length() - 1
         most = max(min(self.max_held_out, few), int(self.per_sample * num_wanted) // unit * unit)
         number = min(int(self.held_out * num_available), most)
         return number if number >= _FEWEST_HELD_OUT else 0
