@@ -28,9 +28,6 @@ from blockhf.scalars import are_finite, read
 BESIDES = 10**9
 """What a step takes beside counted operations (its hundreds of small ones, Python), in as many of these."""
 
-INVERTING = 5
-"""How many times longer a factorization's operations take than those of a product, beyond one."""
-
 
 @dataclass
 class Update:
@@ -280,7 +277,7 @@ class Update:
         kinds = ("gradient", "checks", "inversion", "preconditioner", "formed")
         counts = [ledger.totals.get(kind, 0) for kind in kinds]
         *summed, num_samples, everything = add_up([*counts, ledger.work.gradient_samples, ledger.total])
-        gradient, checks, inversion, *others = summed
+        gradient, checks, *others = summed
         number, num_curvature = self.plan.num_gradient, self.plan.num_curvature
         weight = math.sqrt(self.point.samples.structure.num_positions)  # as in the plan
         signal = None if self.choice is None else self.choice.signal
@@ -288,9 +285,9 @@ class Update:
         if not gradient:  # as that of an embedding, which is taken to be half of the work
             return StepCost(taken, signal, number * weight, population)
         per_sample = gradient / max(num_samples, 1)
-        fixed = inversion + sum(others)
+        fixed = sum(others)
         curvature = max((everything - checks - fixed) / per_sample - number, 0.0)
-        rest = curvature + (fixed + INVERTING * inversion + BESIDES) / per_sample
+        rest = curvature + (fixed + BESIDES) / per_sample
         full = num_curvature * weight if num_curvature < number else max(FEWEST_SAMPLES, number * weight)
         growing = 0.0 if self.plan.given else curvature * weight
         return StepCost(taken, signal, rest * weight, population, growing, full)

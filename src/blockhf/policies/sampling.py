@@ -101,7 +101,7 @@ class NoiseScale(Sampling):
     start: float = 256
     least: float = 256
     change: float = 4.0
-    memory: float = 0.8
+    memory: float = 0.5
 
     def __post_init__(self) -> None:
         for name, value in (("start", self.start), ("least", self.least)):
