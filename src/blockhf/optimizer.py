@@ -203,6 +203,9 @@ class BlockHF(NamedMethods):
         with self._transaction(self._blocks()) as before, contextlib.ExitStack() as stack:
             batch = self._drawn(objective, batch)
             update = self._begin(objective, batch, curvature_batch, before, searches=True)
+            update.differentiate()
+            if update.take_back(self.search, self.policy_state["search"]):
+                return self._finish(update, accepted=False)
             self._find_directions(update, stack)
             if not update.failed:
                 with update.watch.phase("search"):
@@ -225,6 +228,7 @@ class BlockHF(NamedMethods):
         """
         with self._transaction(self._blocks()) as before:
             update = self._begin(objective, batch, curvature_batch, before, searches=False)
+            update.differentiate()
             with contextlib.ExitStack() as stack:
                 self._find_directions(update, stack)
             if accepted := not update.failed:
@@ -239,13 +243,10 @@ class BlockHF(NamedMethods):
             return self._finish(update, accepted=accepted)
 
     def _find_directions(self, update: Update, stack: contextlib.ExitStack) -> None:
-        """Steps 1 to 3 of the paper's Algorithm 1.
+        """Steps 2 and 3 of the paper's Algorithm 1; the first is the gradient.
 
         The curvature stays in ``stack`` where the search multiplies with it.
         """
-        # 1. The gradient on the gradient batch.
-        with update.watch.phase("gradient"):
-            update.differentiate()
         self.mesh.check_alone(update.point.samples.structure)
         if update.failed:
             return
@@ -404,7 +405,7 @@ class BlockHF(NamedMethods):
         )
         if lengths(batch) and (self.micro_batch_size is not None or not self.mesh.is_alone):
             wanted = Sizes(sum(sizes), sum(sizes))  # or else the parts would not be in proportion
-        seed = self.seed + 1 + self.policy_state["plan"].shared.get("num_updates", 0)
+        seed = self.seed + 1 + sum(self._memory.get(name, 0) for name in ("num_updates", "num_rejected"))
         return draw_plan(sizes, wanted, seed, given)
 
     def _finish(self, update: Update, *, accepted: bool) -> Tensor:
@@ -418,10 +419,11 @@ class BlockHF(NamedMethods):
                         state["direction"] = own.clone()
                     else:
                         state.pop("direction", None)
-            memory = self.policy_state["plan"].shared
-            memory["num_updates"] = memory.get("num_updates", 0) + 1
             if not self.search.evaluates:
-                update.compare_with_last(memory)
+                update.compare_with_last(self._memory)
+        if accepted or (update.is_sound and self.sampling.needs_signal):  # each draws other samples
+            count = "num_updates" if accepted else "num_rejected"
+            self._memory[count] = self._memory.get(count, 0) + 1
         self._num_still = update.count_still(self._num_still)
         if update.is_sound:
             self._note_price(update)

@@ -181,9 +181,13 @@ class Point:
     def commit(self, update: Sequence[Tensor] | None) -> None:
         """Move the parameters by ``update``, if any, and keep what the gradient pass wrote into buffers."""
         if update is not None:
-            for block, value, change in zip(self.blocks, self.origin, update, strict=True):
-                block.assign_(value + change)
+            self.move(update)
         self._buffers.commit()
+
+    def move(self, update: Sequence[Tensor]) -> None:
+        """Move the parameters alone."""
+        for block, value, change in zip(self.blocks, self.origin, update, strict=True):
+            block.assign_(value + change)
 
     def refresh_statistics(self) -> None:
         """Take the running statistics of BatchNorm layers anew, at the parameters as they are now.

@@ -198,14 +198,23 @@ class Update:
         return self.num_still
 
     def differentiate(self) -> None:
-        """Loss and gradient; the update fails where they are not finite."""
-        self.loss, self.gradient = self.point.gradient()
-        (value,), *finite = read([self.loss, *(own.isfinite().all() for own in self.gradient)])
+        """Loss and gradient on the gradient batch; the update fails where they are not finite."""
+        with self.watch.phase("gradient"):
+            self.loss, self.gradient = self.point.gradient()
+            (value,), *finite = read([self.loss, *(own.isfinite().all() for own in self.gradient)])
         self.value = value
         if not math.isfinite(value):
             self.fail("the loss is not finite", is_sound=False)
         elif not all(fine for (fine,) in finite):
             self.fail("the gradient is not finite", is_sound=False)
+
+    def take_back(self, search: Search, state: PolicyState) -> bool:
+        """Undo the last step, where the loss shows that it did harm; the damping then grows."""
+        back = search.take_back(self.value, self.point, state)
+        if back is not None and back.update is not None:
+            self.choice, self.is_sound = back, True
+            self.point.move(back.update)
+        return back is not None
 
     def take(self, solved: dict[int, SolvedBlock]) -> None:
         """Take in the solutions of all blocks; the update fails where they give no direction."""

@@ -156,6 +156,10 @@ class Search(Policy):
     def choose(self, situation: Situation, state: PolicyState) -> Choice:
         """The step to take; ``state`` is what the search keeps from step to step."""
 
+    def take_back(self, loss: float, point: Point, state: PolicyState) -> Choice | None:
+        """How to undo the last step, where the loss on the new gradient's samples shows that it did harm."""
+        return None
+
 
 @dataclass(frozen=True)
 class FixedStep(Search):

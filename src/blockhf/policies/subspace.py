@@ -11,6 +11,7 @@ from torch import Tensor
 
 from blockhf.blocks import Block
 from blockhf.linalg import BlockOperator
+from blockhf.point import Point
 from blockhf.policies.search import Choice, Proposal, Search, Situation
 from blockhf.policy import PolicyState
 from blockhf.scalars import on_host, read
@@ -35,6 +36,7 @@ class _Mixed:
 
 
 _FEWEST_HELD_OUT = 32
+_FEW, _FAR = 5, 6.0  # comparisons, before which nothing is usual; times the usual that is far
 _TREND = 0.8
 
 
@@ -126,12 +128,42 @@ class Subspace(Search):
         (before,), *slopes = read([loss, *along])
         with unseen.linearize() as operator:
             choice = self._choose(operator, loss_at, before, gradient, situation, state)
+        if choice.update is not None and choice.loss is not None:
+            state.shared["expected"] = situation.loss + choice.loss - before
+            moved = zip(situation.point.origin, choice.update, strict=True)
+            state.shared["moved to"] = _sums([value + change for value, change in moved])
         return replace(
             choice,
             before=before,
             signal=sum(own for (own,) in slopes) / slope if slope < 0 else None,
             compared="held out" if seen is None else "of the whole set",
         )
+
+    def take_back(self, loss: float, point: Point, state: PolicyState) -> Choice | None:
+        """Undo a step after which new samples have a far higher loss than those held out foretold.
+
+        Few samples held out may have none of those on which a step does harm. A loss above the expected one
+        by six times what it is usually off is taken for such harm, unless others have moved the parameters.
+        """
+        memory = state.shared
+        expected, moved_to = memory.pop("expected", None), memory.pop("moved to", None)
+        if expected is None:
+            return None
+        number, usual = memory.get("num_compared", 0), memory.get("usual", 0.0)
+        if math.isfinite(loss) and (number < _FEW or loss <= expected + _FAR * usual):
+            weight = max(0.2, 1 / (number + 1))
+            memory.update(num_compared=number + 1, usual=usual + weight * (abs(loss - expected) - usual))
+            return None
+        last = [state.of(block.name).get("last", value.new_zeros(())) for block, value in _pairs(point)]
+        state.blocks.clear()
+        now = _sums(point.origin)
+        if moved_to is None or not torch.equal(moved_to.to(now), now):
+            return None
+        told = f"the last step is taken back: on new samples the loss is {loss:.4g} instead of {expected:.4g}"
+        changes = [
+            -own.to(value).expand_as(value) for own, (_, value) in zip(last, _pairs(point), strict=True)
+        ]
+        return Choice(changes, told)
 
     def _choose(
         self,
@@ -306,6 +338,15 @@ class _Model:
             -scale * proposal.slope / curvature if proposal.norm > 0 and curvature else None
             for proposal, curvature in zip(proposals, curvatures, strict=True)
         ]
+
+
+def _sums(values: Sequence[Tensor]) -> Tensor:
+    """A number for each block that changes with its parameters, to know them again by."""
+    return torch.stack([value.sum().float() for value in values])
+
+
+def _pairs(point: Point) -> Iterator[tuple[Block, Tensor]]:
+    return zip(point.blocks, point.origin, strict=True)
 
 
 def _combined(
