@@ -23,6 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from blockhf import BlockHF, EmpiricalFisher, Hessian, NoiseScale, StepReport, blocks
+from blockhf.linalg import Cholesky
 from blockhf.preconditioners import Identity
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -177,11 +178,13 @@ RUNS: dict[str, dict[str, Run]] = {
         "noisy": Run(Noisy, layers(), 14, 1e-7),
         "deterministic": Run(Deterministic, layers(sampling=NoiseScale()), 14, 1e-8),
         "without a batch": Run(WithoutBatch, layers(sampling=NoiseScale()), 8, 1e-9),
-        "formed blocks": Run(Formed, layers(), 8, 1e-10),
+        "formed blocks": Run(Formed, layers(solver=Cholesky(worth=100)), 8, 1e-10),
         "noisy, one block": Run(Noisy, lambda model: BlockHF(blocks.single(model)), 5, 1e-9),
         "noisy, of a population": Run(Noisy, layers(population=4000), 8, 1e-9),
-        "noisy, in micro-batches": Run(Noisy, layers(micro_batch_size=256), 5, 1e-9),
-        "formed blocks, in micro-batches": Run(Formed, layers(micro_batch_size=256), 3, 1e-10),
+        "noisy, in micro-batches": Run(Noisy, layers(micro_batch_size=100), 5, 1e-9),
+        "formed blocks, in micro-batches": Run(
+            Formed, layers(micro_batch_size=100, solver=Cholesky(worth=100)), 3, 1e-10
+        ),
         "noisy, empirical Fisher": Run(Noisy, layers(curvature=EmpiricalFisher()), 5, 1e-9),
         "deterministic, Hessian": Run(Deterministic, layers(curvature=Hessian()), 4, 1e-6),
     },
@@ -317,7 +320,7 @@ def test_the_noisy_run_holds_samples_out_and_changes_its_sizes() -> None:
     assert all(report.loss_before is not None and report.compared == "held out" for report in found)
     assert all(report.signal is not None and report.signal < 1.5 for report in found)
     sizes = [report.work["gradient_batch"] for report in found]
-    assert len(set(sizes)) >= 5
+    assert len(set(sizes)) >= 3
     assert max(sizes) < Noisy.num_samples, "as some are held out"
     for report in found:
         assert [block.num_steps for block in report.blocks] == [3, 3, 3]

@@ -369,3 +369,93 @@ def test_a_block_without_a_direction_keeps_its_damping() -> None:
     assert still[-1]
     assert not still[0]
     assert optimizer.param_groups[-1]["damping"] == damping
+
+
+class Regretted:
+    """A search after an accepted step, at a point that is where the step went."""
+
+    def __init__(self) -> None:
+        self.search, self.state = Subspace(), PolicyState()
+        searched = Searched()
+        self.point, self.last = searched.point, [torch.full_like(own, 0.1) for own in searched.point.origin]
+
+    def step(self, expected: float) -> None:
+        for block, own in zip(self.point.blocks, self.last, strict=True):
+            self.state.blocks[block.name] = {"last": own}
+        sums = torch.stack([own.sum().float() for own in self.point.origin])
+        self.state.shared.update({"expected": expected, "moved to": sums})
+
+    def see(self, *losses: float) -> Choice | None:
+        """What the last of some losses on new samples says, where 1 was expected each time."""
+        choice = None
+        for loss in losses:
+            self.step(1.0)
+            choice = self.search.take_back(loss, self.point, self.state)
+        return choice
+
+
+USUAL = (1.1, 0.9, 1.05, 0.95, 1.0)
+
+
+@pytest.mark.parametrize("loss", [2.0, math.inf, math.nan])
+def test_a_step_after_which_new_samples_have_a_far_higher_loss_is_taken_back(loss: float) -> None:
+    regretted = Regretted()
+    choice = regretted.see(*USUAL, loss)
+    assert choice is not None
+    assert choice.update is not None
+    assert all(torch.equal(own, -last) for own, last in zip(choice.update, regretted.last, strict=True))
+    assert choice.reason.startswith("the last step is taken back: on new samples the loss is")
+    assert not any("last" in own for own in regretted.state.blocks.values())
+    assert regretted.search.take_back(100.0, regretted.point, regretted.state) is None  # once
+
+
+@pytest.mark.parametrize(
+    "losses",
+    [
+        pytest.param((*USUAL, 1.2), id="as far off as usual"),
+        pytest.param((*USUAL, -50.0), id="far lower"),
+        pytest.param((1.0, 1.0, 3.0), id="too few to know what is usual"),
+        pytest.param((0.2, 1.9, 0.3, 1.6, 0.1, 4.0), id="batches that differ much, as sorted ones do"),
+    ],
+)
+def test_a_step_stays_where_new_samples_do_not_speak_against_it(losses: tuple[float, ...]) -> None:
+    assert Regretted().see(*losses) is None
+
+
+def test_a_step_stays_where_others_have_moved_the_parameters_since() -> None:
+    regretted = Regretted()
+    regretted.see(*USUAL)
+    regretted.step(1.0)
+    regretted.state.shared["moved to"] += 1.0
+    assert regretted.search.take_back(9.0, regretted.point, regretted.state) is None
+
+
+def test_a_harmful_step_is_undone_and_damped() -> None:
+    """The samples held out come from the first part of a batch whose rest explodes after some steps."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Tanh(), torch.nn.Linear(8, 1)).double()
+    inputs = torch.randn(2000, 4).double()
+    targets, harm = inputs.sum(1, keepdim=True).sin(), [0.0]
+
+    def objective(batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        outputs = model(batch[0])
+        return outputs, torch.nn.functional.mse_loss(outputs, batch[1]) + harm[0]
+
+    optimizer = BlockHF(blocks.by_layer(model), population=20_000)
+    before = values(model)
+    for _ in range(7):
+        before = values(model)
+        order = torch.randperm(2000)
+        optimizer.step(objective, (inputs[order], targets[order]))
+    assert optimizer.report is not None
+    assert optimizer.report.accepted
+    dampings = [group["damping"] for group in optimizer.param_groups]
+    harm[0] = 100.0  # as if the step had done it
+    optimizer.step(objective, (inputs[order], targets[order]))
+    assert not optimizer.report.accepted
+    assert "taken back" in optimizer.report.reason
+    torch.testing.assert_close(values(model), before, rtol=1e-12, atol=1e-12)
+    assert [group["damping"] for group in optimizer.param_groups] == [8 * own for own in dampings]
+    harm[0] = 0.0
+    optimizer.step(objective, (inputs[order], targets[order]))
+    assert optimizer.report.accepted
