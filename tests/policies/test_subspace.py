@@ -397,10 +397,9 @@ class Regretted:
 USUAL = (1.1, 0.9, 1.05, 0.95, 1.0)
 
 
-@pytest.mark.parametrize("loss", [2.0, math.inf, math.nan])
-def test_a_step_after_which_new_samples_have_a_far_higher_loss_is_taken_back(loss: float) -> None:
+def test_a_step_after_which_new_samples_have_a_far_higher_loss_is_taken_back() -> None:
     regretted = Regretted()
-    choice = regretted.see(*USUAL, loss)
+    choice = regretted.see(*USUAL, 2.0)
     assert choice is not None
     assert choice.update is not None
     assert all(torch.equal(own, -last) for own, last in zip(choice.update, regretted.last, strict=True))
@@ -414,6 +413,7 @@ def test_a_step_after_which_new_samples_have_a_far_higher_loss_is_taken_back(los
     [
         pytest.param((*USUAL, 1.2), id="as far off as usual"),
         pytest.param((*USUAL, -50.0), id="far lower"),
+        pytest.param((*USUAL, math.nan), id="samples that are no numbers"),
         pytest.param((1.0, 1.0, 3.0), id="too few to know what is usual"),
         pytest.param((0.2, 1.9, 0.3, 1.6, 0.1, 4.0), id="batches that differ much, as sorted ones do"),
     ],

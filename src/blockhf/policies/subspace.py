@@ -144,13 +144,16 @@ class Subspace(Search):
 
         Few samples held out may have none of those on which a step does harm. A loss above the expected one
         by six times what it is usually off is taken for such harm, unless others have moved the parameters.
+        One that is no number speaks of the samples, not of the step.
         """
         memory = state.shared
+        if not math.isfinite(loss):
+            return None
         expected, moved_to = memory.pop("expected", None), memory.pop("moved to", None)
         if expected is None:
             return None
         number, usual = memory.get("num_compared", 0), memory.get("usual", 0.0)
-        if math.isfinite(loss) and (number < _FEW or loss <= expected + _FAR * usual):
+        if number < _FEW or loss <= expected + _FAR * usual:
             weight = max(0.2, 1 / (number + 1))
             memory.update(num_compared=number + 1, usual=usual + weight * (abs(loss - expected) - usual))
             return None
