@@ -87,7 +87,7 @@ def test_a_description_names_the_kind_and_every_setting_and_no_address(kind: typ
 def test_descriptions_tell_settings_apart_also_those_of_a_policy_within() -> None:
     assert Subspace().describe() != Subspace(momentum=False).describe()
     inside = Cholesky(other=ConjugateGradient(check_every=3)).describe()
-    assert inside == "Cholesky(other=ConjugateGradient(check_every=3), worth=100, small=1000, rescales=False)"
+    assert inside == "Cholesky(other=ConjugateGradient(check_every=3), worth=10, small=1000, rescales=False)"
 
 
 def test_a_description_is_the_same_in_every_process() -> None:

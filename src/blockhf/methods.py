@@ -178,6 +178,7 @@ class NamedMethods(BlockOptimizer):
         """Whether neither choices of the user nor numbers nor earlier steps speak against it."""
         free = not {"solver", "products", "search", "damping"} & self.given
         free = free and "no_root" not in self.policy_state["products"].shared
+        free = free and not ("sampling" in self.given and self.sampling.needs_signal)
         params = [param for group in self.param_groups for param in group["params"]]
         usual = all(param.dtype in (torch.float32, torch.float64) for param in params)
         return free and usual and isinstance(self.curvature, GaussNewton)

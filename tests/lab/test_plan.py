@@ -71,7 +71,7 @@ def test_ranks_along_data_share_the_samples_and_add_up_every_product() -> None:
     assert found.computing["linearization"] == 2.0
     products = messages(found)["products"]
     assert products.calls == 1 + 3 * 2
-    assert products.handed == 4 * 3 + 3 * 4 * 150
+    assert products.handed == 4 * 4 + 3 * 4 * 150  # two flags of blocks, two of all
     assert products.sent == pytest.approx(products.handed)
     assert products.rounds == 2 * 7
 

@@ -363,7 +363,7 @@ def _messages(
         )
     if mesh.data > 1:
         own = [model.blocks[index] for index in rows[slowest]]
-        flags = all_reduce("products", NUMBER * (len(own) + 1), mesh.data)  # which blocks are formed
+        flags = all_reduce("products", NUMBER * (len(own) + 2), mesh.data)  # which are formed, and how
         messages.append(
             _together(
                 [flags]
