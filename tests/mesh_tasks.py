@@ -319,16 +319,16 @@ def grow(model: nn.Module, num_frozen: int, objective: Any, batch: Any, **option
     }
 
 
-def residuals(net: nn.Module) -> Any:
-    """The equation u'' = -π² sin πx with both ends at zero."""
+def poisson(net: nn.Module) -> Any:
+    """The equation u'' = -π² sin πx with both ends at zero, to which a batch may give a weight."""
 
-    def objective(batch: dict[str, Tensor]) -> tuple[tuple[Tensor, Tensor], Tensor]:
-        x = batch["inside"].detach().requires_grad_()
+    def objective(batch: dict[str, Any]) -> tuple[tuple[Tensor, Tensor], Tensor]:
+        x = batch["interior"].detach().requires_grad_()
         (slope,) = torch.autograd.grad(net(x).sum(), x, create_graph=True)
         (second,) = torch.autograd.grad(slope.sum(), x, create_graph=True)
         inside = second + torch.pi**2 * torch.sin(torch.pi * x.detach())
-        edge = net(batch["edge"])
-        return (inside, edge), inside.square().mean() + edge.square().mean()
+        edge = net(batch["boundary"])
+        return (inside, edge), inside.square().mean() + batch.get("weight", 1.0) * edge.square().mean()
 
     return objective
 
@@ -338,9 +338,9 @@ def kinds_of_samples(mesh: Any = None, first: int = 0, last: int = 6) -> dict[st
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(1, 10), nn.Tanh(), nn.Linear(10, 1)).double()
     inside, edge = torch.linspace(0, 1, 42, dtype=torch.float64), torch.tensor([0.0, 1.0] * 6).double()
-    batch = {"inside": inside[7 * first : 7 * last, None], "edge": edge[2 * first : 2 * last, None]}
+    batch = {"interior": inside[7 * first : 7 * last, None], "boundary": edge[2 * first : 2 * last, None]}
     optimizer = BlockHF(blocks.by_layer(net), population=54, mesh=mesh)
-    losses = [float(optimizer.step(residuals(net), batch)) for _ in range(6)]
+    losses = [float(optimizer.step(poisson(net), batch)) for _ in range(6)]
     assert optimizer.report is not None
     notes = [block.products for block in optimizer.report.blocks]
     return {"losses": losses, "notes": notes, "parameters": flat(list(net.parameters()))}
@@ -356,9 +356,9 @@ def kinds_out_of_proportion() -> str:
     rank = dist.get_rank()
     net = nn.Linear(1, 1).double()
     optimizer = BlockHF(blocks.single(net), mesh=blockhf.mesh(2, 1))
-    batch = {"inside": torch.rand(8 + rank, 1).double(), "edge": torch.rand(2, 1).double()}
+    batch = {"interior": torch.rand(8 + rank, 1).double(), "boundary": torch.rand(2, 1).double()}
     try:
-        optimizer.step(residuals(net), batch)
+        optimizer.step(poisson(net), batch)
     except ValueError as error:
         return str(error)
     return ""

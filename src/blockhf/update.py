@@ -211,10 +211,11 @@ class Update:
     def take_back(self, search: Search, state: PolicyState) -> bool:
         """Undo the last step, where the loss shows that it did harm; the damping then grows."""
         back = search.take_back(self.value, self.point, state)
-        if back is not None and back.update is not None:
-            self.choice, self.is_sound = back, True
-            self.point.move(back.update)
-        return back is not None
+        if back is None or back.update is None:
+            return False
+        self.choice, self.is_sound = back, True
+        self.point.move(back.update)
+        return True
 
     def take(self, solved: dict[int, SolvedBlock]) -> None:
         """Take in the solutions of all blocks; the update fails where they give no direction."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import pytest
@@ -11,6 +10,7 @@ from torch import Tensor, nn
 
 from blockhf import BlockHF, Factored, NoiseScale, blocks
 from blockhf.batches import batch_size, select, take
+from mesh_tasks import poisson
 
 
 def network() -> nn.Sequential:
@@ -21,18 +21,6 @@ def network() -> nn.Sequential:
 def points(num_inside: int = 40) -> dict[str, Any]:
     inside = torch.linspace(0, 1, num_inside, dtype=torch.float64)[:, None]
     return {"interior": inside, "boundary": torch.tensor([[0.0], [1.0]]).double(), "weight": 10.0}
-
-
-def poisson(net: nn.Module) -> Any:
-    def objective(batch: dict[str, Any]) -> tuple[tuple[Tensor, Tensor], Tensor]:
-        x = batch["interior"].detach().requires_grad_()
-        (slope,) = torch.autograd.grad(net(x).sum(), x, create_graph=True)
-        (second,) = torch.autograd.grad(slope.sum(), x, create_graph=True)
-        inside = second + math.pi**2 * torch.sin(math.pi * x.detach())
-        edge = net(batch["boundary"])
-        return (inside, edge), inside.square().mean() + batch["weight"] * edge.square().mean()
-
-    return objective
 
 
 def in_one(net: nn.Module) -> Any:

@@ -157,16 +157,14 @@ class Subspace(Search):
             weight = max(0.2, 1 / (number + 1))
             memory.update(num_compared=number + 1, usual=usual + weight * (abs(loss - expected) - usual))
             return None
-        last = [state.of(block.name).get("last", value.new_zeros(())) for block, value in _pairs(point)]
+        last = [state.of(block.name).get("last") for block in point.blocks]
         state.blocks.clear()
         now = _sums(point.origin)
         if moved_to is None or not torch.equal(moved_to.to(now), now):
             return None
         told = f"the last step is taken back: on new samples the loss is {loss:.4g} instead of {expected:.4g}"
-        changes = [
-            -own.to(value).expand_as(value) for own, (_, value) in zip(last, _pairs(point), strict=True)
-        ]
-        return Choice(changes, told)
+        pairs = zip(last, point.origin, strict=True)  # a block that stood still has nothing to undo
+        return Choice([torch.zeros_like(at) if own is None else -own.to(at) for own, at in pairs], told)
 
     def _choose(
         self,
@@ -346,10 +344,6 @@ class _Model:
 def _sums(values: Sequence[Tensor]) -> Tensor:
     """A number for each block that changes with its parameters, to know them again by."""
     return torch.stack([value.sum().float() for value in values])
-
-
-def _pairs(point: Point) -> Iterator[tuple[Block, Tensor]]:
-    return zip(point.blocks, point.origin, strict=True)
 
 
 def _combined(
