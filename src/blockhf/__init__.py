@@ -40,6 +40,7 @@ from blockhf.objective import Closure, Evaluation
 from blockhf.optimizer import BlockHF
 from blockhf.point import Point
 from blockhf.policies import (
+    AdamWalk,
     AllSamples,
     Backtracking,
     ByCoefficient,
@@ -50,6 +51,7 @@ from blockhf.policies import (
     Geodesic,
     LevenbergMarquardt,
     NoiseScale,
+    NoWalk,
     Outcome,
     Proposal,
     RelativeDamping,
@@ -58,6 +60,7 @@ from blockhf.policies import (
     Situation,
     StepCost,
     Subspace,
+    Walk,
 )
 from blockhf.policy import Policy, PolicyState, State
 from blockhf.preconditioners import Diagonal, Identity, Kronecker, Preconditioner
@@ -67,6 +70,7 @@ from blockhf.samples import Samples
 __version__ = "0.2.0"
 
 __all__ = [
+    "AdamWalk",
     "AllSamples",
     "Auto",
     "Backtracking",
@@ -103,6 +107,7 @@ __all__ = [
     "LevenbergMarquardt",
     "LinearOperator",
     "MonteCarloFisher",
+    "NoWalk",
     "NoiseScale",
     "Outcome",
     "PendingSolution",
@@ -127,6 +132,7 @@ __all__ = [
     "Subspace",
     "System",
     "Traced",
+    "Walk",
     "blocks",
     "check",
     "conjugate_gradient",

@@ -2,42 +2,53 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor
 
 from blockhf.batches import (
     batch_size,
     check_curvature_batch,
     check_kinds,
     joint_fingerprint,
+    lengths,
     marks,
     proportions,
 )
 from blockhf.bookkeeping import BlockOptimizer
 from blockhf.curvature import Auto, Curvature, Factored, GaussNewton
 from blockhf.curvature.factored import price
+from blockhf.isolation import Restored
 from blockhf.linalg import Cholesky, ConjugateGradient
 from blockhf.objective import check_objective
 from blockhf.options import PLAN
-from blockhf.plan import FEW_SAMPLES, Batch, why_complete
+from blockhf.plan import FEW_SAMPLES, WITHOUT_BATCH, Batch, Plan, Role, Sizes, choose_sizes, draw_plan, why_complete
+from blockhf.point import Point
 from blockhf.points import draw
 from blockhf.policies import (
+    AdamWalk,
     AllSamples,
     Backtracking,
     DampingRule,
     FixedStep,
     Geodesic,
     LevenbergMarquardt,
+    NoWalk,
     RelativeDamping,
     Sampling,
     Search,
+    Walk,
 )
 from blockhf.policy import PolicyState, State
 from blockhf.preconditioners import Identity
+from blockhf.report import Stopwatch
 from blockhf.samples import Structure
 from blockhf.update import Update
+from blockhf.walking import walk
 
 if TYPE_CHECKING:
     from typing import Self  # from Python 3.11 on
@@ -50,6 +61,7 @@ def _plain() -> dict[str, Any]:
         "solver": ConjugateGradient(),
         "preconditioner": Identity(),
         "sampling": AllSamples(),
+        "walk": NoWalk(),
     }
 
 
@@ -71,7 +83,39 @@ def without_noise() -> dict[str, Any]:
         "search": Geodesic(),
         "sampling": AllSamples(),
         "damping": RelativeDamping(),
+        "walk": NoWalk(),
     }
+
+
+@dataclass(frozen=True)
+class Meeting:
+    """What is known before a step: the samples of all ranks, and the way to points on them.
+
+    Attributes:
+        batch: The samples of this process.
+        curvature_batch: Its samples of the curvature, where they are given.
+        sizes: How many samples each process has.
+        given: How many of the curvature, where they are given.
+        complete: Why the samples are all there is; empty where they are not.
+        searches: Whether the search is asked.
+        structure: What is known of the objective.
+        make_point: Makes the point on some samples, at the parameters or at others.
+        groups: The parameter groups, one for each block.
+        before: All as it was before.
+        watch: Measures the phases.
+    """
+
+    batch: Any
+    curvature_batch: Any
+    sizes: Sequence[int]
+    given: Sequence[int] | None
+    complete: str
+    searches: bool
+    structure: Structure
+    make_point: Callable[..., Point]
+    groups: Sequence[dict[str, Any]]
+    before: Restored
+    watch: Stopwatch
 
 
 class NamedMethods(BlockOptimizer):
@@ -85,7 +129,10 @@ class NamedMethods(BlockOptimizer):
     damping: DampingRule
     search: Search
     sampling: Sampling
+    walk: Walk
     curvature: Curvature
+    curvature_batch_size: int | float | None
+    seed: int
     population: int | None
     micro_batch_size: int | None
     _num_still: int = 0
@@ -190,6 +237,74 @@ class NamedMethods(BlockOptimizer):
         for group in self.param_groups:
             if not is_first or group["damping"] == self.defaults["damping"]:
                 group["damping"] = self.damping.initial
+
+    def _plan(self, met: Meeting) -> Plan:
+        """Which samples are taken for what in a Gauss-Newton step."""
+        if met.batch is None:
+            return replace(WITHOUT_BATCH, complete=met.complete)
+        wanted = choose_sizes(
+            sum(met.sizes),
+            self.search,
+            self.sampling,
+            self.policy_state["sampling"].shared,
+            curvature_batch_size=self.curvature_batch_size,
+            largest_block=max(block.size for block in met.before.blocks),
+            population=self.population,
+            searches=met.searches,
+            positions=met.structure.num_positions,
+        )
+        if lengths(met.batch) and (self.micro_batch_size is not None or not self.mesh.is_alone):
+            wanted = Sizes(sum(met.sizes), sum(met.sizes))  # or else the parts would not be in proportion
+        return replace(draw_plan(met.sizes, wanted, self._draw(), met.given), complete=met.complete)
+
+    def _draw(self) -> int:
+        """The seed of a step's draws."""
+        counts = ("num_updates", "num_rejected", "num_walks")
+        return self.seed + 1 + sum(self._memory.get(name, 0) for name in counts)
+
+    def _walk(self, met: Meeting) -> Tensor | None:
+        """Walk, if that is due; the loss before it."""
+        policy, state = self.walk, self.policy_state["walk"]
+        if not isinstance(policy, AdamWalk) or not self._can_walk(met):
+            return None
+        blocks, structure, total = met.before.blocks, met.structure, sum(met.sizes)
+        num_params = sum(block.size for block in blocks)
+        stretch = policy.stretch(
+            total, structure.forward_flops or 0.0, num_params, structure.num_positions, state.shared
+        )
+        if stretch is None:
+            return None
+        passes = 2 if stretch.num_steps * stretch.num_samples > total - stretch.num_checked else 1
+        num_parts = math.ceil(stretch.num_steps / passes)
+        number = num_parts * stretch.num_samples
+        plan = draw_plan(met.sizes, Sizes(number, number, stretch.num_checked), self._draw())
+        assert plan.held_out is not None and plan.gradient.places is not None
+        places = plan.gradient.places
+        roles = [Role(met.sizes, places[own % num_parts :: num_parts]) for own in range(stretch.num_steps)]
+
+        def at(role: Role) -> Callable[[Sequence[Tensor]], Point]:
+            return lambda values: met.make_point(*role.take(met.batch, self.mesh.rank), values)
+
+        with met.watch.phase("walk"):
+            check = met.make_point(*plan.held_out.take(met.batch, self.mesh.rank))
+            walked = walk(policy, state, check, [at(role) for role in roles], met.groups, met.before)
+        if not math.isfinite(walked.before):  # a Gauss-Newton step says what is wrong
+            return None
+        self._memory["num_walks"] = self._memory.get("num_walks", 0) + 1
+        params = [param for block in blocks for param in block.params]
+        if walked.taken:
+            for param in params:
+                self.state[param]["step"] = self.state[param].get("step", 0) + 1
+        done = max(self._updates(param) for param in params)
+        self.report = walked.report(done if walked.taken else done + 1, stretch, self.ledger, met.watch.phases)
+        return walked.own_loss
+
+    def _can_walk(self, met: Meeting) -> bool:
+        """Whether it is a large sample of a kind that can be shared out among small steps."""
+        if met.batch is None or met.given is not None or met.complete or lengths(met.batch):
+            return False
+        params = [param for block in met.before.blocks for param in block.params]
+        return all(param.dtype == torch.float32 for param in params)
 
     @classmethod
     def paper(

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from blockhf.batches import Share, lengths
+from blockhf.batches import Share
 from blockhf.blocks import Block
 from blockhf.curvature import Auto, Curvature, Factored, GaussNewton, Products
 from blockhf.hints import at_first_step
@@ -28,25 +27,27 @@ from blockhf.linalg import (
     settle,
 )
 from blockhf.meshes import SolvedBlock
-from blockhf.methods import NamedMethods
+from blockhf.methods import Meeting, NamedMethods
 from blockhf.objective import Objective, Reduction, what_to_step
 from blockhf.options import check_group
-from blockhf.plan import WITHOUT_BATCH, Plan, Sizes, choose_sizes, draw_plan
 from blockhf.point import Linearizer, Point
 from blockhf.points import learn
 from blockhf.policies import (
+    AdamWalk,
     ByCoefficient,
     Choice,
     Constant,
     DampingRule,
     NoiseScale,
+    NoWalk,
     Sampling,
     Search,
     Subspace,
+    Walk,
 )
 from blockhf.preconditioners import Kronecker, Preconditioner
 from blockhf.report import Stopwatch
-from blockhf.samples import Samples, Structure, look_at
+from blockhf.samples import Samples, look_at
 from blockhf.update import Update
 
 
@@ -97,6 +98,8 @@ class BlockHF(NamedMethods):
             ``Diagonal()``, ``Identity()``.
         sampling: How many samples of the batch the gradient is taken from: ``NoiseScale()``,
             ``AllSamples()``.
+        walk: Whether steps take turns with walks of many small ones: ``AdamWalk()``, ``NoWalk()``. Where any
+            other policy is chosen there are none, unless they are asked for.
         measure_memory: Whether the report has the peak memory by phase. The peak is that of the device,
             or on the CPU of the process, and is reset for the purpose, also for others who measure it.
         seed: Of the draws of held-out and curvature samples, which leave torch's own random numbers alone.
@@ -142,6 +145,7 @@ class BlockHF(NamedMethods):
         solver: Solver | None = None,
         preconditioner: Preconditioner | None = None,
         sampling: Sampling | None = None,
+        walk: Walk | None = None,
         measure_memory: bool = False,
         seed: int = 0,
         mesh: DeviceMesh | None = None,
@@ -161,6 +165,7 @@ class BlockHF(NamedMethods):
         policies = {"products": products, "search": search, "solver": solver, "sampling": sampling}
         given = {name for name, own in {**policies, "damping": damping}.items() if own is not None}
         self.given = given if curvature_batch_size == 0.03 else given | {"curvature_batch_size"}
+        self.walk: Walk = walk or (NoWalk() if self.given else AdamWalk())
         self.check()
         options = {
             "lr": lr,
@@ -202,7 +207,10 @@ class BlockHF(NamedMethods):
         objective, batch, curvature_batch = what_to_step(objective, batch, curvature_batch, closure)
         with self._transaction(self._blocks()) as before, contextlib.ExitStack() as stack:
             batch = self._drawn(objective, batch)
-            update = self._begin(objective, batch, curvature_batch, before, searches=True)
+            met = self._prepare(objective, batch, curvature_batch, before, searches=True)
+            if (loss := self._walk(met)) is not None:
+                return loss
+            update = self._begin(met)
             update.differentiate()
             if update.take_back(self.search, self.policy_state["search"]):
                 return self._finish(update, accepted=False)
@@ -227,7 +235,7 @@ class BlockHF(NamedMethods):
         parameter.
         """
         with self._transaction(self._blocks()) as before:
-            update = self._begin(objective, batch, curvature_batch, before, searches=False)
+            update = self._begin(self._prepare(objective, batch, curvature_batch, before, searches=False))
             update.differentiate()
             with contextlib.ExitStack() as stack:
                 self._find_directions(update, stack)
@@ -336,10 +344,10 @@ class BlockHF(NamedMethods):
         note = operator.note(system.index) or type(self.products).__name__
         return SolvedBlock(solution, num_products, note, system.damping - system.weight_decay)
 
-    def _begin(
+    def _prepare(
         self, objective: Objective, batch: Any, curvature_batch: Any, before: Restored, *, searches: bool
-    ) -> Update:
-        """Decide which samples are whose, and set up the points on them."""
+    ) -> Meeting:
+        """Find out how many samples there are, and of what kind."""
         for group in self.param_groups:
             check_group(group["name"], group)
         blocks = before.blocks
@@ -349,12 +357,10 @@ class BlockHF(NamedMethods):
         complete = self._adopt(batch, curvature_batch, structure, met) if searches else ""
         if searches and self.sampling.needs_signal and batch is not None:
             look_at(objective, batch, blocks, structure, self.ledger)
-        given = None if curvature_batch is None else [own[1] for own in met]
-        plan = self._plan(blocks, batch, [own[0] for own in met], given, structure, searches=searches)
-        plan = replace(plan, complete=complete)
         linearizer = Linearizer(self.curvature, self.products, self.policy_state["products"])
+        groups = {group["name"]: group for group in self.param_groups}
 
-        def make_point(own: Any, share: Share) -> Point:
+        def make_point(own: Any, share: Share, origin: Sequence[Tensor] | None = None) -> Point:
             samples = Samples(
                 objective,
                 own,
@@ -366,47 +372,34 @@ class BlockHF(NamedMethods):
                 ledger=self.ledger,
                 structure=structure,
             )
-            return Point(samples, linearizer, before.origin, self._weight_decay())
+            return Point(samples, linearizer, before.origin if origin is None else origin, self._weight_decay())
 
-        groups = {group["name"]: group for group in self.param_groups}
-        return Update.begin(
-            plan,
-            self.mesh.rank,
-            batch,
-            curvature_batch,
-            make_point,
+        return Meeting(
+            batch=batch,
+            curvature_batch=curvature_batch,
+            sizes=[own[0] for own in met],
+            given=None if curvature_batch is None else [own[1] for own in met],
+            complete=complete,
+            searches=searches,
+            structure=structure,
+            make_point=make_point,
             groups=[groups[block.name] for block in blocks],
-            population=self.population,
+            before=before,
             watch=Stopwatch(blocks[0].params[0].device, memory=self.measure_memory),
         )
 
-    def _plan(
-        self,
-        blocks: Sequence[Block],
-        batch: Any,
-        sizes: Sequence[int],
-        given: Sequence[int] | None,
-        structure: Structure,
-        *,
-        searches: bool,
-    ) -> Plan:
-        if batch is None:
-            return WITHOUT_BATCH
-        wanted = choose_sizes(
-            sum(sizes),
-            self.search,
-            self.sampling,
-            self.policy_state["sampling"].shared,
-            curvature_batch_size=self.curvature_batch_size,
-            largest_block=max(block.size for block in blocks),
+    def _begin(self, met: Meeting) -> Update:
+        """Decide which samples are whose, and set up the points on them."""
+        return Update.begin(
+            self._plan(met),
+            self.mesh.rank,
+            met.batch,
+            met.curvature_batch,
+            met.make_point,
+            groups=met.groups,
             population=self.population,
-            searches=searches,
-            positions=structure.num_positions,
+            watch=met.watch,
         )
-        if lengths(batch) and (self.micro_batch_size is not None or not self.mesh.is_alone):
-            wanted = Sizes(sum(sizes), sum(sizes))  # or else the parts would not be in proportion
-        seed = self.seed + 1 + sum(self._memory.get(name, 0) for name in ("num_updates", "num_rejected"))
-        return draw_plan(sizes, wanted, seed, given)
 
     def _finish(self, update: Update, *, accepted: bool) -> Tensor:
         """Write state and report; a rejected step leaves all but the damping as it was."""

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from blockhf.blocks import check_block
 from blockhf.curvature import Curvature, Products
 from blockhf.linalg import Solver
-from blockhf.policies import DampingRule, Sampling, Search
+from blockhf.policies import DampingRule, Sampling, Search, Walk
 from blockhf.policy import Policy, PolicyState
 from blockhf.preconditioners import Preconditioner
 
@@ -23,6 +23,7 @@ POLICIES: Mapping[str, type[Policy]] = {
     "solver": Solver,
     "preconditioner": Preconditioner,
     "sampling": Sampling,
+    "walk": Walk,
 }
 """The policies by the optimizer's names for them, and what each must be."""
 

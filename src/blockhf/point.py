@@ -110,6 +110,10 @@ class Point:
         """The gradient of a block's penalty, if it has one."""
         return self.decays[index] * self.origin[index] if self.decays[index] else None
 
+    def penalty(self, like: Tensor) -> Tensor:
+        """The penalties at the parameters, as numbers of a kind."""
+        return self._penalized(torch.zeros_like(like))
+
     def _penalized(self, loss: Tensor, update: Sequence[Tensor] | None = None) -> Tensor:
         for index, (decay, value) in enumerate(zip(self.decays, self.origin, strict=True)):
             if decay:

@@ -82,6 +82,7 @@ class Structure:
             ``None`` until somebody has looked.
         num_positions: Predictions of a sample: places in a sequence or a picture.
         num_nodes: Operations in the graph of the loss.
+        forward_flops: Counted operations of a forward pass over a sample; ``None`` until somebody has counted.
         is_checked: Whether its first step has been looked at.
     """
 
@@ -92,6 +93,7 @@ class Structure:
     hides_outputs: bool | None = None
     num_positions: int = 1
     num_nodes: int = 0
+    forward_flops: float | None = None
     is_checked: bool = False
     _kinds: dict[frozenset[Tensor], str] = field(default_factory=dict)
 
@@ -399,10 +401,11 @@ def look_at(
 
     How many samples are taken for what depends on what a sample is; of a small batch all are taken.
     """
-    if structure.is_known or batch_size(batch) <= LARGE_BATCH:
+    if structure.forward_flops is not None or batch_size(batch) <= LARGE_BATCH:
         return
     few = Samples(
         objective, take(batch, 0, min(2, batch_size(batch))), blocks, structure=structure, ledger=ledger
     )
     with RandomState(few.devices).replayed():
         assert few.structure is structure
+        structure.forward_flops = few.forward_flops() / few.num_samples

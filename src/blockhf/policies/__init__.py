@@ -12,8 +12,10 @@ from blockhf.policies.geodesic import Geodesic
 from blockhf.policies.sampling import AllSamples, NoiseScale, Sampling, StepCost
 from blockhf.policies.search import Backtracking, Choice, FixedStep, Proposal, Search, Situation, measured
 from blockhf.policies.subspace import Subspace
+from blockhf.policies.walk import AdamWalk, NoWalk, Stretch, Walk
 
 __all__ = [
+    "AdamWalk",
     "AllSamples",
     "Backtracking",
     "ByCoefficient",
@@ -23,6 +25,7 @@ __all__ = [
     "FixedStep",
     "Geodesic",
     "LevenbergMarquardt",
+    "NoWalk",
     "NoiseScale",
     "Outcome",
     "Proposal",
@@ -31,6 +34,8 @@ __all__ = [
     "Search",
     "Situation",
     "StepCost",
+    "Stretch",
     "Subspace",
+    "Walk",
     "measured",
 ]

@@ -72,6 +72,12 @@ class Method:
             return int(self.spec.options["batch"])
         return self.task.own_batch if self.spec.is_second_order else self.task.batches[-1]
 
+    @property
+    def num_updates(self) -> int:
+        """How often the last update moved the parameters: as often as a walk has small steps."""
+        report = self.optimizer.report if isinstance(self.optimizer, BlockHF) else None
+        return 1 if report is None else report.work.get("small_steps", 1)
+
     def update(self, batch: Batch) -> float | None:
         """One update; returns its cost in GE, or none where nothing is counted."""
         if isinstance(self.optimizer, BlockHF):
@@ -170,7 +176,7 @@ def train(
             status = f"failed: {str(error).splitlines()[0][:200]}"
             break
         used += time.process_time() - before
-        update, ge = update + 1, math.nan if cost is None else ge + cost
+        update, ge = update + method.num_updates, math.nan if cost is None else ge + cost
         if used < due and used < seconds:
             continue
         loss = evaluate(task, model, data.evaluated)
