@@ -175,7 +175,7 @@ class NamedMethods(BlockOptimizer):
         if few:
             number = joint_fingerprint([own[2:] for own in met])
             again = number is not None and number == memory.get("fingerprint")
-            memory.update(differs="fingerprint" in memory and not again, fingerprint=number)
+            memory.update(differs="fingerprint" in memory and not again, fingerprint=number, again=again)
             again = again and not self._falls_fast()
         reason = why_complete(
             Batch(
@@ -203,6 +203,8 @@ class NamedMethods(BlockOptimizer):
     def _falls_fast(self) -> bool:
         """Whether exact solutions are dear, and steps on a sample still lower the loss a good deal."""
         last = self._memory.get("last_losses", ())
+        if "price" not in self._memory and "num_walks" in self._memory:
+            return True  # a step will tell
         if self._memory.get("is_complete") or self._memory.get("price", 0.0) <= DEAR:
             return False
         return len(last) <= WINDOW or last[-1] < 0.8 * last[-1 - WINDOW]
@@ -274,8 +276,7 @@ class NamedMethods(BlockOptimizer):
         )
         if stretch is None:
             return None
-        passes = 2 if stretch.num_steps * stretch.num_samples > total - stretch.num_checked else 1
-        num_parts = math.ceil(stretch.num_steps / passes)
+        num_parts = min(stretch.num_steps, (total - stretch.num_checked) // stretch.num_samples)
         number = num_parts * stretch.num_samples
         plan = draw_plan(met.sizes, Sizes(number, number, stretch.num_checked), self._draw())
         assert plan.held_out is not None and plan.gradient.places is not None
@@ -302,6 +303,8 @@ class NamedMethods(BlockOptimizer):
     def _can_walk(self, met: Meeting) -> bool:
         """Whether it is a large sample of a kind that can be shared out among small steps."""
         if met.batch is None or met.given is not None or met.complete or lengths(met.batch):
+            return False
+        if self._memory.get("again", False):
             return False
         params = [param for block in met.before.blocks for param in block.params]
         return all(param.dtype == torch.float32 for param in params)

@@ -119,7 +119,7 @@ class AdamWalk(Walk):
         if bend <= 0:
             return (1.0, self.change) if after < before else (0.0, 0.5)
         lowest = 0.5 * (1 + (before - after) / bend)
-        if lowest < 0.25:
+        if lowest < -0.5:
             return 0.0, 0.5
         return 1.0, self.change if lowest > 1.2 else 1 / self.change if lowest < 0.6 else 1.0
 
@@ -152,7 +152,7 @@ FEWEST_AND_MOST = (32, 512)
 CHECKED = 256
 """Samples that a stretch is checked with; a quarter of them where each has many predictions."""
 
-PASSES = 2
+PASSES = 4
 """How often a stretch may go through a batch."""
 
 
