@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -22,12 +22,20 @@ from blockhf.batches import (
 from blockhf.bookkeeping import BlockOptimizer
 from blockhf.curvature import Auto, Curvature, Factored, GaussNewton
 from blockhf.curvature.factored import price
-from blockhf.isolation import Restored
 from blockhf.linalg import Cholesky, ConjugateGradient
+from blockhf.meeting import Meeting
 from blockhf.objective import check_objective
 from blockhf.options import PLAN
-from blockhf.plan import FEW_SAMPLES, WITHOUT_BATCH, Batch, Plan, Role, Sizes, choose_sizes, draw_plan, why_complete
-from blockhf.point import Point
+from blockhf.plan import (
+    FEW_SAMPLES,
+    WITHOUT_BATCH,
+    Batch,
+    Plan,
+    Sizes,
+    choose_sizes,
+    draw_plan,
+    why_complete,
+)
 from blockhf.points import draw
 from blockhf.policies import (
     AdamWalk,
@@ -45,10 +53,9 @@ from blockhf.policies import (
 )
 from blockhf.policy import PolicyState, State
 from blockhf.preconditioners import Identity
-from blockhf.report import Stopwatch
 from blockhf.samples import Structure
 from blockhf.update import Update
-from blockhf.walking import walk
+from blockhf.walking import take_stretch
 
 if TYPE_CHECKING:
     from typing import Self  # from Python 3.11 on
@@ -85,37 +92,6 @@ def without_noise() -> dict[str, Any]:
         "damping": RelativeDamping(),
         "walk": NoWalk(),
     }
-
-
-@dataclass(frozen=True)
-class Meeting:
-    """What is known before a step: the samples of all ranks, and the way to points on them.
-
-    Attributes:
-        batch: The samples of this process.
-        curvature_batch: Its samples of the curvature, where they are given.
-        sizes: How many samples each process has.
-        given: How many of the curvature, where they are given.
-        complete: Why the samples are all there is; empty where they are not.
-        searches: Whether the search is asked.
-        structure: What is known of the objective.
-        make_point: Makes the point on some samples, at the parameters or at others.
-        groups: The parameter groups, one for each block.
-        before: All as it was before.
-        watch: Measures the phases.
-    """
-
-    batch: Any
-    curvature_batch: Any
-    sizes: Sequence[int]
-    given: Sequence[int] | None
-    complete: str
-    searches: bool
-    structure: Structure
-    make_point: Callable[..., Point]
-    groups: Sequence[dict[str, Any]]
-    before: Restored
-    watch: Stopwatch
 
 
 class NamedMethods(BlockOptimizer):
@@ -262,42 +238,33 @@ class NamedMethods(BlockOptimizer):
     def _draw(self) -> int:
         """The seed of a step's draws."""
         counts = ("num_updates", "num_rejected", "num_walks")
-        return self.seed + 1 + sum(self._memory.get(name, 0) for name in counts)
+        return self.seed + 1 + sum(int(self._memory.get(name, 0)) for name in counts)
 
     def _walk(self, met: Meeting) -> Tensor | None:
-        """Walk, if that is due; the loss before it."""
+        """Take a stretch of the walk that a run opens with, unless it is over; the loss before it."""
         policy, state = self.walk, self.policy_state["walk"]
         if not isinstance(policy, AdamWalk) or not self._can_walk(met):
             return None
-        blocks, structure, total = met.before.blocks, met.structure, sum(met.sizes)
-        num_params = sum(block.size for block in blocks)
         stretch = policy.stretch(
-            total, structure.forward_flops or 0.0, num_params, structure.num_positions, state.shared
+            sum(met.sizes),
+            met.structure.forward_flops or 0.0,
+            sum(block.size for block in met.before.blocks),
+            met.structure.num_positions,
+            state.shared,
         )
         if stretch is None:
             return None
-        num_parts = min(stretch.num_steps, (total - stretch.num_checked) // stretch.num_samples)
-        number = num_parts * stretch.num_samples
-        plan = draw_plan(met.sizes, Sizes(number, number, stretch.num_checked), self._draw())
-        assert plan.held_out is not None and plan.gradient.places is not None
-        places = plan.gradient.places
-        roles = [Role(met.sizes, places[own % num_parts :: num_parts]) for own in range(stretch.num_steps)]
-
-        def at(role: Role) -> Callable[[Sequence[Tensor]], Point]:
-            return lambda values: met.make_point(*role.take(met.batch, self.mesh.rank), values)
-
         with met.watch.phase("walk"):
-            check = met.make_point(*plan.held_out.take(met.batch, self.mesh.rank))
-            walked = walk(policy, state, check, [at(role) for role in roles], met.groups, met.before)
+            walked = take_stretch(policy, stretch, state, met, self.mesh.rank, self._draw())
         if not math.isfinite(walked.before):  # a Gauss-Newton step says what is wrong
             return None
         self._memory["num_walks"] = self._memory.get("num_walks", 0) + 1
-        params = [param for block in blocks for param in block.params]
+        params = [param for block in met.before.blocks for param in block.params]
+        done = max(map(self._updates, params)) + 1
         if walked.taken:
             for param in params:
-                self.state[param]["step"] = self.state[param].get("step", 0) + 1
-        done = max(self._updates(param) for param in params)
-        self.report = walked.report(done if walked.taken else done + 1, stretch, self.ledger, met.watch.phases)
+                self.state[param]["step"] = self._updates(param) + 1
+        self.report = walked.report(done, stretch, self.ledger, met.watch.phases)
         return walked.own_loss
 
     def _can_walk(self, met: Meeting) -> bool:

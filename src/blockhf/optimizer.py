@@ -26,8 +26,9 @@ from blockhf.linalg import (
     System,
     settle,
 )
+from blockhf.meeting import Meeting
 from blockhf.meshes import SolvedBlock
-from blockhf.methods import Meeting, NamedMethods
+from blockhf.methods import NamedMethods
 from blockhf.objective import Objective, Reduction, what_to_step
 from blockhf.options import check_group
 from blockhf.point import Linearizer, Point
@@ -372,7 +373,9 @@ class BlockHF(NamedMethods):
                 ledger=self.ledger,
                 structure=structure,
             )
-            return Point(samples, linearizer, before.origin if origin is None else origin, self._weight_decay())
+            return Point(
+                samples, linearizer, before.origin if origin is None else origin, self._weight_decay()
+            )
 
         return Meeting(
             batch=batch,

@@ -82,7 +82,7 @@ class Structure:
             ``None`` until somebody has looked.
         num_positions: Predictions of a sample: places in a sequence or a picture.
         num_nodes: Operations in the graph of the loss.
-        forward_flops: Counted operations of a forward pass over a sample; ``None`` until somebody has counted.
+        forward_flops: Counted operations of a forward pass over a sample; ``None`` until they are counted.
         is_checked: Whether its first step has been looked at.
     """
 

@@ -1,17 +1,16 @@
-"""A walk: small steps, each on samples of its own, of which other samples say how much is taken."""
+"""A walk of small steps, each on samples of its own, while other samples say that it leads downhill."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from blockhf.isolation import Restored
 from blockhf.ledger import Ledger
-from blockhf.point import Point
+from blockhf.meeting import Meeting
+from blockhf.plan import Role, Sizes, draw_plan
 from blockhf.policies import AdamWalk, Stretch
 from blockhf.policy import PolicyState
 from blockhf.report import Phase, StepReport
@@ -20,7 +19,7 @@ from blockhf.scalars import read
 
 @dataclass(frozen=True)
 class Walked:
-    """What came of a walk.
+    """What came of a stretch of the walk.
 
     Attributes:
         own_loss: The objective's own loss before it, on the samples it was checked with.
@@ -37,7 +36,7 @@ class Walked:
     rate: float
 
     def report(self, step: int, stretch: Stretch, ledger: Ledger, phases: dict[str, Phase]) -> StepReport:
-        """The walk as a step."""
+        """The stretch as a step."""
         how = f"{stretch.num_steps} small steps of {stretch.num_samples} samples at a rate of {self.rate:.2g}"
         return StepReport(
             step=step,
@@ -55,54 +54,60 @@ class Walked:
         )
 
 
-def walk(
-    policy: AdamWalk,
-    state: PolicyState,
-    check: Point,
-    points: Sequence[Callable[[Sequence[Tensor]], Point]],
-    groups: Sequence[dict[str, Any]],
-    restored: Restored,
+def take_stretch(
+    policy: AdamWalk, stretch: Stretch, state: PolicyState, met: Meeting, rank: int, seed: int
 ) -> Walked:
-    """Take small steps, and of them what lowers the loss on other samples.
+    """Take small steps, each on samples of its own, and undo them where they lead uphill on others.
 
     Args:
         policy: How to walk.
-        state: What it keeps: averages of each block, and the rate.
-        check: The starting point on the samples that the walk is checked with.
-        points: For each small step, makes the point on its samples at given parameters.
-        groups: The parameter groups, one for each block.
-        restored: Puts all back where an exception ends the walk.
+        stretch: How many small steps, and of how many samples.
+        state: What the policy keeps: averages of each block, and the rate.
+        met: The samples, and the way to points on them.
+        rank: The number of this process.
+        seed: Of the draws.
     """
+    num_parts = min(stretch.num_steps, (sum(met.sizes) - stretch.num_checked) // stretch.num_samples)
+    number = num_parts * stretch.num_samples
+    plan = draw_plan(met.sizes, Sizes(number, number, stretch.num_checked), seed)
+    assert plan.held_out is not None
+    assert plan.gradient.places is not None
+    # Each part is spread over the whole batch, in whatever order that comes.
+    parts = [Role(met.sizes, plan.gradient.places[first::num_parts]) for first in range(num_parts)]
+    check = met.make_point(*plan.held_out.take(met.batch, rank))
     shared, blocks = state.shared, check.blocks
     rate, count = policy.rate_of(shared), int(shared.get("count", 0))
     values = [own.clone() for own in check.origin]
-    averages = [
-        [state.of(block.name).get(name, torch.zeros_like(value)).to(value).clone() for name in ("mean", "square")]
-        for block, value in zip(blocks, values, strict=True)
-    ]
+    means, squares = (
+        [_copy(state.of(block.name).get(name), value) for block, value in zip(blocks, values, strict=True)]
+        for name in ("mean", "square")
+    )
     buffers: list[tuple[Tensor, Tensor]] = []
-    for number, make_point in enumerate(points):
-        point = make_point(values)
+    for number in range(stretch.num_steps):
+        point = met.make_point(*parts[number % num_parts].take(met.batch, rank), values)
         _, gradient = point.gradient()
         if number == 0:
-            restored.protect(point.buffers)
+            met.before.protect(point.buffers)
             buffers = [(buffer, buffer.clone()) for buffer in point.buffers]
         point.commit(None)
         count += 1
-        for block, group, value, own, average in zip(blocks, groups, values, gradient, averages, strict=True):
-            policy.move(value, own, *average, rate * float(group["lr"]), count)
-            block.assign_(value)
-    change = [value - start for value, start in zip(values, check.origin, strict=True)]
-    still = [torch.zeros_like(own) for own in change]
-    losses = [check.loss_at(own) for own in (still, [own / 2 for own in change], change)]
+        for index, (block, group) in enumerate(zip(blocks, met.groups, strict=True)):
+            own = rate * float(group["lr"])
+            policy.move(values[index], gradient[index], means[index], squares[index], own, count)
+            block.assign_(values[index])
+    change = [
+        value - start if (decay := _decay(group)) == 0 else value - start - decay * start
+        for value, start, group in zip(values, check.origin, met.groups, strict=True)
+    ]
+    trials = ([torch.zeros_like(own) for own in change], [own / 2 for own in change], change)
+    losses = [check.loss_at(own) for own in trials]
     (before,), (half,), (after,) = read(losses)
     taken, factor = policy.judge(before, half, after)
-    own_loss = losses[0] - check.penalty(losses[0])
     policy.update(factor, shared)
     if taken:
         check.move(change)
         shared["count"] = count
-        for block, (mean, square) in zip(blocks, averages, strict=True):
+        for block, mean, square in zip(blocks, means, squares, strict=True):
             state.of(block.name).update(mean=mean, square=square)
     else:
         with torch.no_grad():
@@ -110,4 +115,14 @@ def walk(
                 buffer.copy_(value)
     if shared["is_over"]:
         state.blocks.clear()
-    return Walked(own_loss, before, after if taken else before, bool(taken), rate)
+    own_loss = losses[0] - check.penalty(losses[0])
+    return Walked(own_loss, before, after if taken else before, taken, rate)
+
+
+def _copy(kept: Tensor | None, like: Tensor) -> Tensor:
+    return torch.zeros_like(like) if kept is None else kept.to(like).clone()
+
+
+def _decay(group: dict[str, Any]) -> float:
+    """By what share decoupled weight decay shrinks a block."""
+    return float(group["lr"]) * float(group["weight_decay"]) * bool(group["decoupled_weight_decay"])

@@ -45,7 +45,7 @@ class AdamWalk(Walk):
 
     Samples of no small step tell the loss at the start of a stretch, halfway and at its end. A parabola
     through the three has its lowest point at ``t`` times the stretch. Above 1.2 the rate grows by ``change``,
-    below 0.6 it falls by as much, and below 0.25 the stretch is undone and the rate halved. Where both ends
+    below 0.6 it falls by as much, and below -0.5 the stretch is undone and the rate halved. Where both ends
     have the same loss and the middle is lower, ``t`` is 1/2: then the steps go to and fro by noise. Once the
     rate has fallen by ``fall`` from its highest, the walk is over for good.
 
@@ -59,9 +59,9 @@ class AdamWalk(Walk):
 
     >>> walk = AdamWalk()
     >>> walk.judge(4.0, 2.0, 1.0)  # the parabola is lowest at 1.25: on, and faster
-    (1.0, 1.5)
+    (True, 1.5)
     >>> walk.judge(4.0, 2.0, 4.0)[0], walk.judge(4.0, 5.0, 6.0)
-    (1.0, (0.0, 0.5))
+    (True, (False, 0.5))
     """
 
     rate: float = 3e-3
@@ -111,17 +111,17 @@ class AdamWalk(Walk):
         """The rate of the next stretch."""
         return float(state.get("rate", self.rate))
 
-    def judge(self, before: float, half: float, after: float) -> tuple[float, float]:
-        """How much of a stretch to take, and by what to multiply the rate, from the losses along it."""
+    def judge(self, before: float, half: float, after: float) -> tuple[bool, float]:
+        """Whether to take a stretch, and by what to multiply the rate, from the losses along it."""
         if not math.isfinite(half + after):
-            return 0.0, 0.25
+            return False, 0.25
         bend = 2 * (before + after - 2 * half)
         if bend <= 0:
-            return (1.0, self.change) if after < before else (0.0, 0.5)
+            return (True, self.change) if after < before else (False, 0.5)
         lowest = 0.5 * (1 + (before - after) / bend)
         if lowest < -0.5:
-            return 0.0, 0.5
-        return 1.0, self.change if lowest > 1.2 else 1 / self.change if lowest < 0.6 else 1.0
+            return False, 0.5
+        return True, self.change if lowest > 1.2 else 1 / self.change if lowest < 0.6 else 1.0
 
     def update(self, factor: float, state: State) -> None:
         """Change the rate, and see whether the walk is over."""
