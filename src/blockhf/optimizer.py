@@ -99,8 +99,8 @@ class BlockHF(NamedMethods):
             ``Diagonal()``, ``Identity()``.
         sampling: How many samples of the batch the gradient is taken from: ``NoiseScale()``,
             ``AllSamples()``.
-        walk: Whether steps take turns with walks of many small ones: ``AdamWalk()``, ``NoWalk()``. Where any
-            other policy is chosen there are none, unless they are asked for.
+        walk: How a run opens: ``AdamWalk()``, with small steps, or ``NoWalk()``, which is the default where
+            damping, search, solver, sampling or the curvature's samples are chosen by hand.
         measure_memory: Whether the report has the peak memory by phase. The peak is that of the device,
             or on the CPU of the process, and is reset for the purpose, also for others who measure it.
         seed: Of the draws of held-out and curvature samples, which leave torch's own random numbers alone.
@@ -166,7 +166,7 @@ class BlockHF(NamedMethods):
         policies = {"products": products, "search": search, "solver": solver, "sampling": sampling}
         given = {name for name, own in {**policies, "damping": damping}.items() if own is not None}
         self.given = given if curvature_batch_size == 0.03 else given | {"curvature_batch_size"}
-        self.walk: Walk = walk or (NoWalk() if self.given else AdamWalk())
+        self.walk: Walk = walk or (NoWalk() if self.given - {"products"} else AdamWalk())
         self.check()
         options = {
             "lr": lr,

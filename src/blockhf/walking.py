@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -67,14 +68,8 @@ def take_stretch(
         rank: The number of this process.
         seed: Of the draws.
     """
-    num_parts = min(stretch.num_steps, (sum(met.sizes) - stretch.num_checked) // stretch.num_samples)
-    number = num_parts * stretch.num_samples
-    plan = draw_plan(met.sizes, Sizes(number, number, stretch.num_checked), seed)
-    assert plan.held_out is not None
-    assert plan.gradient.places is not None
-    # Each part is spread over the whole batch, in whatever order that comes.
-    parts = [Role(met.sizes, plan.gradient.places[first::num_parts]) for first in range(num_parts)]
-    check = met.make_point(*plan.held_out.take(met.batch, rank))
+    checked, parts = _shared_out(stretch, met.sizes, seed)
+    check = met.make_point(*checked.take(met.batch, rank))
     shared, blocks = state.shared, check.blocks
     rate, count = policy.rate_of(shared), int(shared.get("count", 0))
     values = [own.clone() for own in check.origin]
@@ -84,7 +79,7 @@ def take_stretch(
     )
     buffers: list[tuple[Tensor, Tensor]] = []
     for number in range(stretch.num_steps):
-        point = met.make_point(*parts[number % num_parts].take(met.batch, rank), values)
+        point = met.make_point(*parts[number % len(parts)].take(met.batch, rank), values)
         _, gradient = point.gradient()
         if number == 0:
             met.before.protect(point.buffers)
@@ -117,6 +112,18 @@ def take_stretch(
         state.blocks.clear()
     own_loss = losses[0] - check.penalty(losses[0])
     return Walked(own_loss, before, after if taken else before, taken, rate)
+
+
+def _shared_out(stretch: Stretch, sizes: Sequence[int], seed: int) -> tuple[Role, list[Role]]:
+    """Samples to check the stretch with, and those of small steps, which may take turns."""
+    num_parts = min(stretch.num_steps, (sum(sizes) - stretch.num_checked) // stretch.num_samples)
+    number = num_parts * stretch.num_samples
+    plan = draw_plan(sizes, Sizes(number, number, stretch.num_checked), seed)
+    assert plan.held_out is not None
+    assert plan.gradient.places is not None
+    # Each part is spread over the whole batch, in whatever order that comes.
+    places = plan.gradient.places.view(-1, num_parts).T.contiguous()
+    return plan.held_out, [Role(sizes, own) for own in places]
 
 
 def _copy(kept: Tensor | None, like: Tensor) -> Tensor:

@@ -39,11 +39,13 @@ from torch.optim import Optimizer
 
 import blockhf
 from blockhf import (
+    AdamWalk,
     AllSamples,
     Auto,
     BlockHF,
     ByCoefficient,
     Identity,
+    NoWalk,
     Precondition,
     Subspace,
     blocks,
@@ -93,6 +95,7 @@ WITHOUT: Mapping[str, Callable[[], dict[str, Any]]] = {
     "sampling": lambda: {"sampling": AllSamples()},
     "adaptation": lambda: {"damping": ByCoefficient().initial},
     "population": lambda: {"population": None},
+    "walk": lambda: {"walk": NoWalk()},
 }
 """Parts of the default method, and what it has in their place without them."""
 
@@ -282,7 +285,7 @@ class Spec:
         if "curvature" in self.options:
             rest["curvature_batch_size"] = self.options["curvature"]
         if "without" in self.options:
-            rest |= WITHOUT[self.options["without"]]()
+            rest |= {"walk": AdamWalk(), **WITHOUT[self.options["without"]]()}
         partition = blocks.single if self.name == "hf" else make_blocks
         if "blocks" in self.options:
             partition = PARTITIONS[self.options["blocks"]]
@@ -317,7 +320,7 @@ class Spec:
         if "curvature" in self.options:
             common["curvature_batch_size"] = self.options["curvature"]
         if "without" in self.options:
-            common |= WITHOUT[self.options["without"]]()
+            common |= {"walk": AdamWalk(), **WITHOUT[self.options["without"]]()}
         if self.name == "blockhf":
             return BlockHF(partition(model), **{**common, **rest})
         if self.name == "least-squares":

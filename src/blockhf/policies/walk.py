@@ -6,6 +6,7 @@ price. So ``AdamWalk`` has small steps at first, until noise is all that they fe
 
 from __future__ import annotations
 
+import abc
 import math
 from dataclasses import dataclass
 
@@ -33,10 +34,29 @@ class Stretch:
 class Walk(Policy):
     """How a run opens."""
 
+    @abc.abstractmethod
+    def stretch(
+        self, num_available: int, forward: float, num_params: int, positions: int, state: State
+    ) -> Stretch | None:
+        """The next part of the walk; none where it is over, or where there are too few samples.
+
+        Args:
+            num_available: Samples of the batch.
+            forward: Counted operations of a forward pass over a sample.
+            num_params: Parameters.
+            positions: Predictions of a sample.
+            state: What the policy keeps.
+        """
+
 
 @dataclass(frozen=True)
 class NoWalk(Walk):
     """With Gauss-Newton steps from the first; the paper's choice."""
+
+    def stretch(
+        self, num_available: int, forward: float, num_params: int, positions: int, state: State
+    ) -> Stretch | None:
+        return None
 
 
 @dataclass(frozen=True)
@@ -88,17 +108,7 @@ class AdamWalk(Walk):
     def stretch(
         self, num_available: int, forward: float, num_params: int, positions: int, state: State
     ) -> Stretch | None:
-        """The next part of the walk; none where it is over, or where there are too few samples.
-
-        A small step has as many samples as make its gradient cost no less than all else in it.
-
-        Args:
-            num_available: Samples of the batch.
-            forward: Counted operations of a forward pass over a sample.
-            num_params: Parameters.
-            positions: Predictions of a sample.
-            state: What the policy keeps.
-        """
+        # A small step has as many samples as make its gradient cost no less than all else in it.
         if state.get("is_over", False):
             return None
         besides = SMALL_STEP + PER_PARAM * num_params
