@@ -245,9 +245,10 @@ class NamedMethods(BlockOptimizer):
         policy, state = self.walk, self.policy_state["walk"]
         if not isinstance(policy, AdamWalk) or not self._can_walk(met):
             return None
+        (forward,) = self.mesh.add_up([met.structure.forward_flops or 0.0])
         stretch = policy.stretch(
             sum(met.sizes),
-            met.structure.forward_flops or 0.0,
+            forward / len(met.sizes),
             sum(block.size for block in met.before.blocks),
             met.structure.num_positions,
             state.shared,

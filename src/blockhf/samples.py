@@ -395,13 +395,19 @@ class Samples:
 
 
 def look_at(
-    objective: Objective, batch: Any, blocks: Sequence[Block], structure: Structure, ledger: Ledger
+    objective: Objective,
+    batch: Any,
+    blocks: Sequence[Block],
+    structure: Structure,
+    ledger: Ledger,
+    num_samples: int,
 ) -> None:
     """Run an objective of which nothing is known on two samples of a large batch, which leaves no trace.
 
-    How many samples are taken for what depends on what a sample is; of a small batch all are taken.
+    How many samples are taken for what depends on what a sample is; of a small batch all are taken. It is the
+    samples of all processes that count, so that all do the same.
     """
-    if structure.forward_flops is not None or batch_size(batch) <= LARGE_BATCH:
+    if structure.forward_flops is not None or num_samples <= LARGE_BATCH:
         return
     few = Samples(
         objective, take(batch, 0, min(2, batch_size(batch))), blocks, structure=structure, ledger=ledger

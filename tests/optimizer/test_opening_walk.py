@@ -1,0 +1,221 @@
+"""A run with default settings opens with small steps, and goes over to Gauss-Newton steps."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from blockhf import AdamWalk, AllSamples, BlockHF, NoWalk, blocks
+
+Batch = tuple[Tensor, Tensor]
+NUMBER = 6000
+
+
+def make(*, norm: bool = False) -> tuple[nn.Module, Callable[[Batch], tuple[Tensor, Tensor]]]:
+    torch.manual_seed(0)
+    hidden: list[nn.Module] = [nn.Linear(5, 16), nn.BatchNorm1d(16)] if norm else [nn.Linear(5, 16)]
+    model = nn.Sequential(*hidden, nn.Tanh(), nn.Linear(16, 3))
+
+    def objective(batch: Batch) -> tuple[Tensor, Tensor]:
+        outputs = model(batch[0])
+        return outputs, F.cross_entropy(outputs, batch[1])
+
+    return model, objective
+
+
+def draw(seed: int, number: int = NUMBER) -> Batch:
+    inputs = torch.randn(number, 5, generator=torch.Generator().manual_seed(seed))
+    return inputs, (inputs[:, 0] * inputs[:, 1] > 0).long() + (inputs[:, 2] > 1).long()
+
+
+def run(
+    optimizer: BlockHF, objective: Any, num_steps: int, *, first: int = 0, scale: float = 1.0
+) -> list[bool]:
+    """Steps on new samples; of each whether it was a stretch of small ones."""
+
+    def scaled(batch: Batch) -> tuple[Tensor, Tensor]:
+        outputs, loss = objective(batch)
+        return outputs, scale * loss
+
+    found = []
+    for number in range(first, first + num_steps):
+        optimizer.step(objective if scale == 1.0 else scaled, draw(number))
+        assert optimizer.report is not None
+        found.append("small_steps" in optimizer.report.work)
+    return found
+
+
+def values(model: nn.Module) -> Tensor:
+    return torch.cat([own.detach().flatten() for own in (*model.parameters(), *model.buffers())])
+
+
+def test_it_opens_with_small_steps_and_ends_with_large_ones() -> None:
+    model, objective = make()
+    optimizer = BlockHF(blocks.by_layer(model))
+    walked = run(optimizer, objective, 40)
+    assert walked[0]
+    assert not walked[-1]
+    assert walked == sorted(walked, reverse=True)  # once it is over, it is over
+    assert objective(draw(99))[1].item() < 0.15
+    state = optimizer.state_dict()["policies"]["walk"]
+    assert state["blocks"] == {}  # the averages are let go
+    assert state["shared"]["is_over"]
+
+
+def test_the_report_and_the_state_count_a_stretch_as_a_step() -> None:
+    model, objective = make()
+    optimizer = BlockHF(blocks.by_layer(model))
+    before = values(model)
+    loss = optimizer.step(objective, draw(0))
+    report = optimizer.report
+    assert report is not None
+    assert report.accepted
+    assert report.step == 1
+    assert report.loss_after is not None
+    assert report.loss_after < report.loss == pytest.approx(float(loss))
+    assert "44 small steps of 512 samples at a rate of 0.003" in str(report)
+    assert report.work["num_gradients"] == report.work["small_steps"] == 44
+    assert report.work["gradient_samples"] == 44 * 512
+    assert not torch.equal(values(model), before)
+    assert all(own["step"] == 1 for own in optimizer.state.values())
+
+
+@pytest.mark.parametrize("scale", [1e3, 1e-3])
+def test_the_unit_of_the_loss_does_not_matter(scale: float) -> None:
+    found = []
+    for own in (1.0, scale):
+        model, objective = make()
+        assert all(run(BlockHF(blocks.by_layer(model)), objective, 4, scale=own))
+        found.append(values(model))
+    torch.testing.assert_close(found[0], found[1], rtol=1e-3, atol=1e-4)
+
+
+def test_a_sorted_batch_is_as_good_as_a_shuffled_one() -> None:
+    losses = []
+    for is_sorted in (False, True):
+        model, objective = make()
+        optimizer = BlockHF(blocks.by_layer(model))
+        for number in range(6):
+            batch = draw(number)
+            order = batch[1].argsort() if is_sorted else torch.arange(NUMBER)
+            optimizer.step(objective, (batch[0][order], batch[1][order]))
+            assert optimizer.report is not None
+            assert "small_steps" in optimizer.report.work
+        losses.append(objective(draw(99))[1].item())
+    assert losses[1] == pytest.approx(losses[0], rel=0.1)
+
+
+def test_a_resumed_walk_goes_on_bit_for_bit() -> None:
+    model, objective = make(norm=True)
+    optimizer = BlockHF(blocks.by_layer(model))
+    assert all(run(optimizer, objective, 2))
+    saved = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
+    run(optimizer, objective, 25, first=2)
+    expected = values(model)
+    model, objective = make(norm=True)
+    optimizer = BlockHF(blocks.by_layer(model))
+    model.load_state_dict(saved[0])
+    optimizer.load_state_dict(saved[1])
+    assert not all(run(optimizer, objective, 25, first=2))  # goes over to large steps on its way
+    assert torch.equal(values(model), expected)
+
+
+def test_a_stretch_uphill_moves_nothing() -> None:
+    model, objective = make(norm=True)
+    optimizer = BlockHF(blocks.by_layer(model), walk=AdamWalk(rate=1e4))
+    before = values(model)
+    optimizer.step(objective, draw(0))
+    assert optimizer.report is not None
+    assert not optimizer.report.accepted
+    assert "led uphill" in optimizer.report.reason
+    assert torch.equal(values(model), before)
+    assert optimizer.policy_state["walk"].shared["rate"] < 1e4
+
+
+def test_an_error_on_the_way_leaves_all_as_it_was() -> None:
+    model, objective = make(norm=True)
+    optimizer = BlockHF(blocks.by_layer(model))
+    before, calls = values(model), 0
+
+    def failing(batch: Batch) -> tuple[Tensor, Tensor]:
+        nonlocal calls
+        calls += 1
+        if calls > 9:
+            raise RuntimeError("the tenth")
+        return objective(batch)
+
+    with pytest.raises(RuntimeError, match="the tenth"):
+        optimizer.step(failing, draw(0))
+    assert torch.equal(values(model), before)
+    assert not optimizer.policy_state["walk"].shared
+    assert not optimizer.state
+
+
+def test_a_loss_that_is_not_finite_is_told_by_a_rejected_step() -> None:
+    model, objective = make()
+    inputs, labels = draw(0)
+    before = values(model)
+    optimizer = BlockHF(blocks.by_layer(model))
+    optimizer.step(objective, (inputs * torch.nan, labels))
+    assert optimizer.report is not None
+    assert optimizer.report.reason == "the loss is not finite"
+    assert torch.equal(values(model), before)
+
+
+def test_a_block_of_rate_zero_stays_and_decay_shrinks() -> None:
+    model, objective = make()
+    groups = blocks.by_layer(model)
+    groups[0]["lr"] = 0.0
+    first = model[0].weight.detach().clone()
+    optimizer = BlockHF(groups, weight_decay=0.1, decoupled_weight_decay=True)
+    assert run(optimizer, objective, 1) == [True]
+    assert torch.equal(model[0].weight, first)
+    other, objective = make()
+    groups = blocks.by_layer(other)
+    groups[0]["lr"] = 0.0
+    run(BlockHF(groups), objective, 1)
+    start = make()[0]
+    shrunk = other[2].weight - 0.1 * start[2].weight  # type: ignore[operator, union-attr]
+    torch.testing.assert_close(model[2].weight, shrunk)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"walk": NoWalk()}, {"max_cg_steps": 2, "damping": 0.1}, {"sampling": AllSamples()}],
+    ids=["none", "damping", "all samples"],
+)
+def test_there_is_none_where_the_method_is_chosen_by_hand(options: dict[str, Any]) -> None:
+    model, objective = make()
+    assert run(BlockHF(blocks.by_layer(model), **options), objective, 1) == [False]
+
+
+def test_there_is_none_for_few_samples_again_nor_in_double_precision() -> None:
+    model, objective = make()
+    optimizer = BlockHF(blocks.by_layer(model))
+    for _ in range(3):
+        optimizer.step(objective, draw(0, 3000))
+    assert optimizer.report is not None
+    assert optimizer.report.complete
+    model, objective = make()
+    model.double()
+    optimizer = BlockHF(blocks.by_layer(model))
+    inputs, labels = draw(0)
+    optimizer.step(objective, (inputs.double(), labels))
+    assert optimizer.report is not None
+    assert "small_steps" not in optimizer.report.work
+
+
+def test_micro_batches_walk_the_same_way() -> None:
+    found = []
+    for size in (None, 100):
+        model, objective = make()
+        optimizer = BlockHF(blocks.by_layer(model), micro_batch_size=size)
+        assert all(run(optimizer, objective, 2))
+        found.append(values(model))
+    torch.testing.assert_close(found[0], found[1], rtol=1e-3, atol=1e-4)
