@@ -122,7 +122,7 @@ def act(
 ) -> dict[str, Any]:
     """Gradient and directions at the start, then some steps."""
     with optimizer._transaction(optimizer._blocks()) as before:
-        update = optimizer._begin(objective, batch, None, before, searches=False)
+        update = optimizer._begin(optimizer._prepare(objective, batch, None, before, searches=False))
         update.differentiate()
     optimizer.direction(objective, batch)
     directions = flat([param.grad for param in model.parameters() if param.grad is not None])
@@ -421,6 +421,30 @@ def noisy() -> dict[str, Any]:
         "parameters": flat(list(model.parameters())),
         "report": optimizer.report.details(),
     }
+
+
+def walk(mesh: Any = None, rank: int = 0, num_ranks: int = 1) -> dict[str, Any]:
+    """The default's first steps, which are stretches of small ones, with every rank's part of a batch."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(5, 16), nn.Tanh(), nn.Linear(16, 1))
+    inputs = torch.randn(6000, 5)
+    batch = [own.chunk(num_ranks)[rank] for own in (inputs, inputs[:, :1].sin())]
+
+    def objective(batch: Any) -> tuple[Tensor, Tensor]:
+        outputs = model(batch[0])
+        return outputs, F.mse_loss(outputs, batch[1])
+
+    optimizer = BlockHF(blocks.by_layer(model), mesh=mesh)
+    reasons = []
+    for _ in range(3):
+        optimizer.step(objective, batch)
+        assert optimizer.report is not None
+        reasons.append(optimizer.report.reason)
+    return {"reasons": reasons, "parameters": flat(list(model.parameters()))}
+
+
+def walking() -> dict[str, Any]:
+    return walk(blockhf.mesh(2, 1), dist.get_rank(), 2)
 
 
 def killed(where: str, shape: tuple[int, int]) -> None:

@@ -96,7 +96,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
     """What two ranks found in the tasks with a test of their own."""
     folder = tmp_path_factory.mktemp("pair")
     names = ("states", "frozen_and_given", "added", "differences", "noisy", "decayed")
-    names += ("kinds", "kinds_out_of_proportion")
+    names += ("kinds", "kinds_out_of_proportion", "walking")
     tasks = [(name, str(folder / "saved")) if name == "states" else (name,) for name in names]
     started = ranks.run(2, "mesh_tasks:several", folder, *tasks)
     return lambda name: [own[names.index(name)] for own in started]
@@ -265,6 +265,15 @@ def test_ranks_agree_on_the_number_of_samples(pair: Pair) -> None:
     assert len(set(first["sizes"])) > 1
     assert torch.equal(first["parameters"], second["parameters"])
     assert "solved by rank" in first["report"]
+
+
+def test_ranks_walk_as_one_process_does(pair: Pair) -> None:
+    first, second = pair("walking")
+    alone = mesh_tasks.walk()
+    assert first["reasons"] == second["reasons"] == alone["reasons"]
+    assert all("small steps" in reason for reason in alone["reasons"])
+    assert torch.equal(first["parameters"], second["parameters"])
+    torch.testing.assert_close(first["parameters"], alone["parameters"], rtol=1e-3, atol=1e-4)
 
 
 @pytest.mark.parametrize(
