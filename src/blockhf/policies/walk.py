@@ -84,7 +84,7 @@ class AdamWalk(Walk):
     (True, (False, 0.5))
     """
 
-    rate: float = 3e-3
+    rate: float = 1e-3
     betas: tuple[float, float] = (0.9, 0.99)
     max_steps: int = 50
     min_steps: int = 10
@@ -127,11 +127,11 @@ class AdamWalk(Walk):
             return False, 0.25
         bend = 2 * (before + after - 2 * half)
         if bend <= 0:
-            return (True, self.change) if after < before else (False, 0.5)
+            return (True, 2.0) if after < before else (False, 0.5)
         lowest = 0.5 * (1 + (before - after) / bend)
         if lowest < -0.5:
             return False, 0.5
-        return True, self.change if lowest > 1.2 else 1 / self.change if lowest < 0.6 else 1.0
+        return True, min(lowest, 2.0) if lowest > 1.2 else 1 / self.change if lowest < 0.6 else 1.0
 
     def update(self, factor: float, state: State) -> None:
         """Change the rate, and see whether the walk is over."""
