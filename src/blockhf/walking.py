@@ -71,7 +71,7 @@ def take_stretch(
     checked, parts = _shared_out(stretch, met.sizes, seed)
     check = met.make_point(*checked.take(met.batch, rank))
     shared, blocks = state.shared, check.blocks
-    rate, count = policy.rate_of(shared), int(shared.get("count", 0))
+    rate, count = policy.rate_of(sum(map(len, check.origin)), shared), int(shared.get("count", 0))
     values = [own.clone() for own in check.origin]
     means, squares = (
         [_copy(state.of(block.name).get(name), value) for block, value in zip(blocks, values, strict=True)]
@@ -98,7 +98,7 @@ def take_stretch(
     losses = [check.loss_at(own) for own in trials]
     (before,), (half,), (after,) = read(losses)
     taken, factor = policy.judge(before, half, after)
-    policy.update(factor, shared)
+    policy.update(rate, factor, shared)
     if taken:
         check.move(change)
         shared["count"] = count

@@ -70,7 +70,7 @@ class AdamWalk(Walk):
     rate has fallen by ``fall`` from its highest, the walk is over for good.
 
     Args:
-        rate: The first rate.
+        length: Of the first small steps, over all parameters: it is the rate times the root of their number.
         betas: Weights of the past in the averages of gradients and of their squares.
         max_steps: The most small steps in a stretch.
         min_steps: The fewest.
@@ -84,7 +84,7 @@ class AdamWalk(Walk):
     (True, (False, 0.5))
     """
 
-    rate: float = 1e-3
+    length: float = 0.5
     betas: tuple[float, float] = (0.9, 0.99)
     max_steps: int = 50
     min_steps: int = 10
@@ -92,8 +92,8 @@ class AdamWalk(Walk):
     fall: float = 2.0
 
     def __post_init__(self) -> None:
-        if not 0 < self.rate < math.inf:
-            raise ValueError(f"rate is {self.rate}, but must be above 0.")
+        if not 0 < self.length < math.inf:
+            raise ValueError(f"length is {self.length}, but must be above 0.")
         if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):
             raise ValueError(f"betas is {self.betas}, but must be two numbers of at least 0 and below 1.")
         if not 1 <= self.min_steps <= self.max_steps:
@@ -117,9 +117,9 @@ class AdamWalk(Walk):
         num_steps = min(self.max_steps, PASSES * ((num_available - num_checked) // number))
         return None if num_steps < self.min_steps else Stretch(num_steps, number, num_checked)
 
-    def rate_of(self, state: State) -> float:
+    def rate_of(self, num_params: int, state: State) -> float:
         """The rate of the next stretch."""
-        return float(state.get("rate", self.rate))
+        return float(state.get("rate", self.length / math.sqrt(num_params)))
 
     def judge(self, before: float, half: float, after: float) -> tuple[bool, float]:
         """Whether to take a stretch, and by what to multiply the rate, from the losses along it."""
@@ -133,9 +133,8 @@ class AdamWalk(Walk):
             return False, 0.5
         return True, min(lowest, 2.0) if lowest > 1.2 else 1 / self.change if lowest < 0.6 else 1.0
 
-    def update(self, factor: float, state: State) -> None:
+    def update(self, rate: float, factor: float, state: State) -> None:
         """Change the rate, and see whether the walk is over."""
-        rate = self.rate_of(state)
         highest = max(float(state.get("highest", rate)), rate)
         state.update(rate=rate * factor, highest=highest, is_over=rate * factor * self.fall <= highest)
 
