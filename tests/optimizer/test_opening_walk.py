@@ -79,7 +79,7 @@ def test_the_report_and_the_state_count_a_stretch_as_a_step() -> None:
     assert report.step == 1
     assert report.loss_after is not None
     assert report.loss_after < report.loss == pytest.approx(float(loss))
-    assert "44 small steps of 512 samples at a rate of 0.003" in str(report)
+    assert "44 small steps of 512 samples at a rate of 0.016" in str(report)
     assert report.work["num_gradients"] == report.work["small_steps"] == 44
     assert report.work["gradient_samples"] == 44 * 512
     assert not torch.equal(values(model), before)
@@ -101,7 +101,7 @@ def test_a_sorted_batch_is_as_good_as_a_shuffled_one() -> None:
     for is_sorted in (False, True):
         model, objective = make()
         optimizer = BlockHF(blocks.by_layer(model))
-        for number in range(6):
+        for number in range(4):
             batch = draw(number)
             order = batch[1].argsort() if is_sorted else torch.arange(NUMBER)
             optimizer.step(objective, (batch[0][order], batch[1][order]))
@@ -128,7 +128,7 @@ def test_a_resumed_walk_goes_on_bit_for_bit() -> None:
 
 def test_a_stretch_uphill_moves_nothing() -> None:
     model, objective = make(norm=True)
-    optimizer = BlockHF(blocks.by_layer(model), walk=AdamWalk(rate=1e4))
+    optimizer = BlockHF(blocks.by_layer(model), walk=AdamWalk(length=1e5))
     before = values(model)
     optimizer.step(objective, draw(0))
     assert optimizer.report is not None

@@ -19,21 +19,28 @@ def parabola(lowest: float, bend: float = 1.0, level: float = 5.0) -> tuple[floa
 
 @pytest.mark.parametrize(
     ("lowest", "taken", "factor"),
-    [(2.0, True, 1.5), (1.1, True, 1.0), (0.8, True, 1.0), (0.5, True, 1 / 1.5), (-1.0, False, 0.5)],
+    [
+        (5.0, True, 2.0),
+        (1.5, True, 1.5),
+        (1.1, True, 1.0),
+        (0.8, True, 1.0),
+        (0.5, True, 1 / 1.5),
+        (-1.0, False, 0.5),
+    ],
 )
 @pytest.mark.parametrize(("bend", "level"), [(1.0, 5.0), (1e3, 0.0), (1e-3, -7.0)])
 def test_the_parabola_says_whether_to_go_on_and_how_fast(
     lowest: float, taken: bool, factor: float, bend: float, level: float
 ) -> None:
     """Neither the loss' unit nor its zero matters."""
-    assert AdamWalk().judge(*parabola(lowest, bend, level)) == (taken, factor)
+    assert AdamWalk().judge(*parabola(lowest, bend, level)) == (taken, pytest.approx(factor))
 
 
 def test_without_a_lowest_point_it_is_the_ends_that_count() -> None:
     walk = AdamWalk()
-    assert walk.judge(3.0, 2.0, 1.0) == (True, 1.5)
+    assert walk.judge(3.0, 2.0, 1.0) == (True, 2.0)
     assert walk.judge(1.0, 2.0, 3.0) == (False, 0.5)
-    assert walk.judge(3.0, 2.5, 1.0) == (True, 1.5)
+    assert walk.judge(3.0, 2.5, 1.0) == (True, 2.0)
 
 
 @pytest.mark.parametrize("after", [math.inf, math.nan])
@@ -43,11 +50,12 @@ def test_a_loss_that_is_not_finite_undoes_the_stretch(after: float) -> None:
 
 def test_the_walk_is_over_once_the_rate_has_fallen_from_its_highest() -> None:
     walk, state = AdamWalk(), dict[str, float]()
+    assert walk.rate_of(10_000, state) == 0.005
     for factor in (1.5, 1.0, 1 / 1.5):
-        walk.update(factor, state)
+        walk.update(walk.rate_of(10_000, state), factor, state)
         assert not state["is_over"]
-    assert state["rate"] == pytest.approx(3e-3)
-    walk.update(1 / 1.5, state)
+    assert walk.rate_of(10_000, state) == pytest.approx(0.005)
+    walk.update(walk.rate_of(10_000, state), 1 / 1.5, state)
     assert state["is_over"]
     assert walk.stretch(60_000, 1e6, 1000, 1, state) is None
 
@@ -91,7 +99,7 @@ def test_the_small_steps_are_those_of_adam() -> None:
 
 @pytest.mark.parametrize(
     "settings",
-    [{"rate": 0}, {"betas": (0.9, 1)}, {"min_steps": 0}, {"max_steps": 5}, {"change": 1}, {"fall": 0.5}],
+    [{"length": 0}, {"betas": (0.9, 1)}, {"min_steps": 0}, {"max_steps": 5}, {"change": 1}, {"fall": 0.5}],
 )
 def test_settings_out_of_bounds_are_told(settings: dict[str, float]) -> None:
     with pytest.raises(ValueError, match="but must be"):

@@ -64,22 +64,24 @@ class AdamWalk(Walk):
     r"""With steps of Adam (Kingma and Ba, 2015), at a rate that adapts, until noise stops them.
 
     Samples of no small step tell the loss at the start of a stretch, halfway and at its end. A parabola
-    through the three has its lowest point at ``t`` times the stretch. Above 1.2 the rate grows by ``change``,
-    below 0.6 it falls by as much, and below -0.5 the stretch is undone and the rate halved. Where both ends
+    through the three has its lowest point at ``t`` times the stretch. Above 1.2 the rate grows by ``t``, at
+    most twofold, below 0.6 it falls by ``change``, and below -0.5 the stretch is undone and the rate halved.
+    Where both ends
     have the same loss and the middle is lower, ``t`` is 1/2: then the steps go to and fro by noise. Once the
     rate has fallen by ``fall`` from its highest, the walk is over for good.
 
     Args:
-        length: Of the first small steps, over all parameters: it is the rate times the root of their number.
+        length: Of the first small steps, over all parameters: it is the rate times the root of their number,
+            which counts as 1,000 at the least.
         betas: Weights of the past in the averages of gradients and of their squares.
         max_steps: The most small steps in a stretch.
         min_steps: The fewest.
-        change: Of the rate from stretch to stretch.
+        change: By what the rate falls.
         fall: Of the rate at the end.
 
     >>> walk = AdamWalk()
     >>> walk.judge(4.0, 2.0, 1.0)  # the parabola is lowest at 1.25: on, and faster
-    (True, 1.5)
+    (True, 1.25)
     >>> walk.judge(4.0, 2.0, 4.0)[0], walk.judge(4.0, 5.0, 6.0)
     (True, (False, 0.5))
     """
@@ -119,7 +121,7 @@ class AdamWalk(Walk):
 
     def rate_of(self, num_params: int, state: State) -> float:
         """The rate of the next stretch."""
-        return float(state.get("rate", self.length / math.sqrt(num_params)))
+        return float(state.get("rate", self.length / math.sqrt(max(num_params, FEW_PARAMS))))
 
     def judge(self, before: float, half: float, after: float) -> tuple[bool, float]:
         """Whether to take a stretch, and by what to multiply the rate, from the losses along it."""
@@ -157,6 +159,9 @@ SMALL_STEP, PER_PARAM = 3e7, 50.0
 
 FEWEST_AND_MOST = (32, 512)
 """Samples of a small step."""
+
+FEW_PARAMS = 1000
+"""The first rate is that of a model with as many parameters where there are fewer."""
 
 CHECKED = 256
 """Samples that a stretch is checked with; a quarter of them where each has many predictions."""
