@@ -265,6 +265,10 @@ class NamedMethods(BlockOptimizer):
         if walked.taken:
             for param in params:
                 self.state[param]["step"] = self._updates(param) + 1
+        if state.shared["is_over"]:
+            for group in self.param_groups:
+                if group["damping"] == self.damping.initial:  # and not set by hand
+                    group["damping"] = policy.damping * self.damping.initial
         self.report = walked.report(done, stretch, self.ledger, met.watch.phases)
         return walked.own_loss
 

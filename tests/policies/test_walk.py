@@ -99,7 +99,15 @@ def test_the_small_steps_are_those_of_adam() -> None:
 
 @pytest.mark.parametrize(
     "settings",
-    [{"length": 0}, {"betas": (0.9, 1)}, {"min_steps": 0}, {"max_steps": 5}, {"change": 1}, {"fall": 0.5}],
+    [
+        {"length": 0},
+        {"betas": (0.9, 1)},
+        {"min_steps": 0},
+        {"max_steps": 5},
+        {"change": 1},
+        {"fall": 0.5},
+        {"damping": 0},
+    ],
 )
 def test_settings_out_of_bounds_are_told(settings: dict[str, float]) -> None:
     with pytest.raises(ValueError, match="but must be"):

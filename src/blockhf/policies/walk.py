@@ -78,6 +78,7 @@ class AdamWalk(Walk):
         min_steps: The fewest.
         change: By what the rate falls.
         fall: Of the rate at the end.
+        damping: What damping is multiplied by at the end: near a minimum less of it will do.
 
     >>> walk = AdamWalk()
     >>> walk.judge(4.0, 2.0, 1.0)  # the parabola is lowest at 1.25: on, and faster
@@ -92,6 +93,7 @@ class AdamWalk(Walk):
     min_steps: int = 10
     change: float = 1.5
     fall: float = 2.0
+    damping: float = 0.03
 
     def __post_init__(self) -> None:
         if not 0 < self.length < math.inf:
@@ -106,6 +108,8 @@ class AdamWalk(Walk):
         for name, value in (("change", self.change), ("fall", self.fall)):
             if not 1 < value < math.inf:
                 raise ValueError(f"{name} is {value}, but must be above 1.")
+        if not 0 < self.damping <= 1:
+            raise ValueError(f"damping is {self.damping}, but must be above 0 and at most 1.")
 
     def stretch(
         self, num_available: int, forward: float, num_params: int, positions: int, state: State
