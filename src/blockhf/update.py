@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -27,6 +27,11 @@ from blockhf.scalars import are_finite, read
 
 BESIDES = 10**9
 """What a step takes beside counted operations (its hundreds of small ones, Python), in as many of these."""
+
+
+def shrinkage(group: Mapping[str, Any]) -> float:
+    """By what share a step shrinks a block whose weight decay is decoupled."""
+    return float(group["lr"]) * float(group["weight_decay"]) * bool(group["decoupled_weight_decay"])
 
 
 @dataclass
@@ -136,7 +141,7 @@ class Update:
         """An update with the shrinkage of blocks whose weight decay is decoupled."""
         found = []
         for change, value, group in zip(changes, self.point.origin, self.groups, strict=True):
-            rate = float(group["lr"]) * float(group["weight_decay"]) * bool(group["decoupled_weight_decay"])
+            rate = shrinkage(group)
             found.append(change.sub(value, alpha=rate) if rate else change)
         return found
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,6 +15,7 @@ from blockhf.policies import AdamWalk, Stretch
 from blockhf.policy import PolicyState
 from blockhf.report import Phase, StepReport
 from blockhf.scalars import read
+from blockhf.update import shrinkage
 
 
 @dataclass(frozen=True)
@@ -91,7 +91,7 @@ def take_stretch(
             policy.move(values[index], gradient[index], means[index], squares[index], own, count)
             block.assign_(values[index])
     change = [
-        value - start if (decay := _decay(group)) == 0 else value - start - decay * start
+        value - start if (decay := shrinkage(group)) == 0 else value - start - decay * start
         for value, start, group in zip(values, check.origin, met.groups, strict=True)
     ]
     trials = ([torch.zeros_like(own) for own in change], [own / 2 for own in change], change)
@@ -127,9 +127,5 @@ def _shared_out(stretch: Stretch, sizes: Sequence[int], seed: int) -> tuple[Role
 
 
 def _copy(kept: Tensor | None, like: Tensor) -> Tensor:
-    return torch.zeros_like(like) if kept is None else kept.to(like).clone()
-
-
-def _decay(group: dict[str, Any]) -> float:
-    """By what share decoupled weight decay shrinks a block."""
-    return float(group["lr"]) * float(group["weight_decay"]) * bool(group["decoupled_weight_decay"])
+    """What was kept, or zeros where there is nothing, or where the block has other parameters by now."""
+    return torch.zeros_like(like) if kept is None or len(kept) != len(like) else kept.to(like).clone()

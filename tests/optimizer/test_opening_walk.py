@@ -219,3 +219,13 @@ def test_micro_batches_walk_the_same_way() -> None:
         assert all(run(optimizer, objective, 2))
         found.append(values(model))
     torch.testing.assert_close(found[0], found[1], rtol=1e-3, atol=1e-4)
+
+
+def test_parameters_may_be_frozen_on_the_way() -> None:
+    model, objective = make()
+    optimizer = BlockHF(blocks.single(model))
+    assert run(optimizer, objective, 1) == [True]
+    model[0].weight.requires_grad_(False)  # type: ignore[operator, union-attr]
+    first = model[0].weight.detach().clone()  # type: ignore[operator, union-attr]
+    assert run(optimizer, objective, 1, first=1) == [True]
+    assert torch.equal(model[0].weight, first)

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from blockhf.ledger import GRADIENT
 from blockhf.policy import Policy, State
 
 
@@ -154,9 +155,6 @@ class AdamWalk(Walk):
         root = square.div(1 - second**count).sqrt_().add_(torch.finfo(square.dtype).tiny ** 0.5)
         value.addcdiv_(mean, root, value=-rate / (1 - first**count))
 
-
-GRADIENT = 3
-"""What a gradient takes, in forward passes."""
 
 SMALL_STEP, PER_PARAM = 3e7, 50.0
 """What a small step takes beside its gradient, in counted operations: by itself, and for each parameter."""
