@@ -134,7 +134,7 @@ class NamedMethods(BlockOptimizer):
         check_curvature_batch(batch, curvature_batch)
         check_kinds(batch, self.micro_batch_size)
         numbers = [0 if given is None else batch_size(given) for given in (batch, curvature_batch)]
-        if batch is not None and self.population is None and self._can_be_exact():
+        if batch is not None and self.population is None and self._looks_for_sets():
             is_over = self._memory.get("differs") or self._memory.get("is_drawn")
             numbers += [] if is_over else marks(batch, FEW_SAMPLES)
         described = {**self._description(), "the proportions of the kinds of samples": proportions(batch)}
@@ -147,8 +147,7 @@ class NamedMethods(BlockOptimizer):
         memory, again = self._memory, False
         num_samples = None if batch is None else sum(own[0] for own in met)
         is_drawn = memory.get("is_drawn", False)
-        few = num_samples is not None and num_samples <= FEW_SAMPLES and len(met[0]) > 2
-        if few:
+        if len(met[0]) > 2:
             number = joint_fingerprint([own[2:] for own in met])
             again = number is not None and number == memory.get("fingerprint")
             memory.update(differs="fingerprint" in memory and not again, fingerprint=number, again=again)
@@ -188,16 +187,27 @@ class NamedMethods(BlockOptimizer):
     def _note_price(self, update: Update) -> None:
         """Take down the loss, and what exact solutions would cost, while it is open which way is better."""
         memory, ledger = self._memory, update.point.samples.ledger
+        total = sum(update.plan.gradient.sizes)
         if memory.get("differs", True) or memory.get("is_complete") or not self._can_be_exact():
+            return
+        if total > FEW_SAMPLES:
             return
         own = (ledger.totals.get("gradient", 0), ledger.work.gradient_samples)
         gradient, number = self.mesh.add_up([float(each) for each in own])
         sizes = [block.size for block in update.blocks]
         gradient = max(gradient / max(number, 1.0), 6.0 * sum(sizes))
-        total = sum(update.plan.gradient.sizes)
         num_outputs = update.point.samples.structure.num_outputs
         memory["price"] = price(total * num_outputs, sizes, total * gradient)
         memory["last_losses"] = [*memory.get("last_losses", ()), update.value][-1 - WINDOW :]
+
+    def _looks_for_sets(self) -> bool:
+        """Whether it matters that a batch comes again: it is all there is, and its own loss counts."""
+        return self._can_be_exact() or (isinstance(self.walk, AdamWalk) and self.sampling.needs_signal)
+
+    def _known_population(self, num_samples: int) -> int | None:
+        """How many samples there are in all: as the user says, or as many as come again and again."""
+        comes_again = self._memory.get("again", False) and not self._memory.get("is_complete", False)
+        return num_samples if self.population is None and comes_again else self.population
 
     def _can_be_exact(self) -> bool:
         """Whether neither choices of the user nor numbers nor earlier steps speak against it."""
@@ -227,7 +237,7 @@ class NamedMethods(BlockOptimizer):
             self.policy_state["sampling"].shared,
             curvature_batch_size=self.curvature_batch_size,
             largest_block=max(block.size for block in met.before.blocks),
-            population=self.population,
+            population=self._known_population(sum(met.sizes)),
             searches=met.searches,
             positions=met.structure.num_positions,
         )
@@ -276,7 +286,7 @@ class NamedMethods(BlockOptimizer):
         """Whether it is a large sample of a kind that can be shared out among small steps."""
         if met.batch is None or met.given is not None or met.complete or lengths(met.batch):
             return False
-        if self._memory.get("again", False):
+        if self._memory.get("again", False) and sum(met.sizes) <= FEW_SAMPLES:
             return False
         params = [param for block in met.before.blocks for param in block.params]
         return all(param.dtype == torch.float32 for param in params)

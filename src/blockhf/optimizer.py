@@ -400,7 +400,7 @@ class BlockHF(NamedMethods):
             met.curvature_batch,
             met.make_point,
             groups=met.groups,
-            population=self.population,
+            population=self._known_population(sum(met.sizes)),
             watch=met.watch,
         )
 

@@ -211,6 +211,22 @@ def test_there_is_none_for_few_samples_again_nor_in_double_precision() -> None:
     assert "small_steps" not in optimizer.report.work
 
 
+def test_a_large_batch_that_comes_again_is_the_population() -> None:
+    """Its own loss is what counts, as where the user says so; other samples of as many are not."""
+    found = []
+    for options, seed in (({"population": NUMBER}, 0), ({}, 0), ({"population": NUMBER}, 1), ({}, 1)):
+        model, objective = make()
+        optimizer = BlockHF(blocks.by_layer(model), **options)
+        for number in range(15):
+            optimizer.step(objective, draw(number * seed))
+        assert optimizer.report is not None
+        assert "small_steps" not in optimizer.report.work
+        assert not optimizer.report.complete
+        found.append(values(model))
+    assert torch.equal(found[0], found[1])
+    assert not torch.equal(found[2], found[3])
+
+
 def test_micro_batches_walk_the_same_way() -> None:
     found = []
     for size in (None, 100):
