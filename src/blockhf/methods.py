@@ -188,9 +188,8 @@ class NamedMethods(BlockOptimizer):
         """Take down the loss, and what exact solutions would cost, while it is open which way is better."""
         memory, ledger = self._memory, update.point.samples.ledger
         total = sum(update.plan.gradient.sizes)
-        if memory.get("differs", True) or memory.get("is_complete") or not self._can_be_exact():
-            return
-        if total > FEW_SAMPLES:
+        is_settled = memory.get("differs", True) or memory.get("is_complete") or total > FEW_SAMPLES
+        if is_settled or not self._can_be_exact():
             return
         own = (ledger.totals.get("gradient", 0), ledger.work.gradient_samples)
         gradient, number = self.mesh.add_up([float(each) for each in own])

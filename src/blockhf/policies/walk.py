@@ -67,9 +67,8 @@ class AdamWalk(Walk):
     Samples of no small step tell the loss at the start of a stretch, halfway and at its end. A parabola
     through the three has its lowest point at ``t`` times the stretch. Above 1.2 the rate grows by ``t``, at
     most twofold, below 0.6 it falls by ``change``, and below -0.5 the stretch is undone and the rate halved.
-    Where both ends
-    have the same loss and the middle is lower, ``t`` is 1/2: then the steps go to and fro by noise. Once the
-    rate has fallen by ``fall`` from its highest, the walk is over for good.
+    Where both ends have the same loss and the middle is lower, ``t`` is 1/2: then the steps go to and fro by
+    noise. Once the rate has fallen by ``fall`` from its highest, the walk is over for good.
 
     Args:
         length: Of the first small steps, over all parameters: it is the rate times the root of their number,
@@ -115,9 +114,9 @@ class AdamWalk(Walk):
     def stretch(
         self, num_available: int, forward: float, num_params: int, positions: int, state: State
     ) -> Stretch | None:
-        # A small step has as many samples as make its gradient cost no less than all else in it.
         if state.get("is_over", False):
             return None
+        # A small step has as many samples as make its gradient cost no less than all else in it.
         besides = SMALL_STEP + PER_PARAM * num_params
         number = _power_of_two(besides / max(GRADIENT * forward, 1.0), *FEWEST_AND_MOST)
         num_checked = min(math.ceil(max(CHECKED / math.sqrt(positions), CHECKED / 4)), num_available // 4)
