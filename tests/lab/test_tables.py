@@ -41,7 +41,7 @@ def test_what_does_not_fit_goes_below() -> None:
 def test_the_records_of_this_repository_fit_80_columns(tmp_path: Path) -> None:
     buffer = io.StringIO()
     console = Console(file=buffer, width=80)
-    claims_page.run(ROOT / "results/claims", None, console)
+    claims_page.run(ROOT / "results/claims", ROOT / "results/long", None, console)
     commands._show([commands.Comparison.read(ROOT / "results/race-autoencoder/comparison.json")], console)
     assert max(map(len, buffer.getvalue().splitlines())) <= 80
     assert "…" not in buffer.getvalue()

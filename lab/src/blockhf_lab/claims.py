@@ -4,6 +4,9 @@ A claim is a list of checks, each a row of numbers with a verdict of its own. It
 do, holds partly where at least half of them hold or hold partly, and else does not hold here. All values are
 medians over the seeds at updates that were evaluated; where runs end at different updates, they are compared
 at the last one that they have in common.
+
+There may be two sets of runs, short and long. A check is judged by the long ones where its lines have enough
+seeds in common there, and else by the short ones.
 """
 
 from __future__ import annotations
@@ -20,6 +23,9 @@ from blockhf_lab import comparison, files, tasks
 from blockhf_lab.comparison import Comparison, Entry
 from blockhf_lab.optimizers import Spec
 from blockhf_lab.page import number
+
+LEAST_SEEDS = 2
+"""How many seeds the lines of a check must have in common in the long runs to be judged by them."""
 
 FAR_FEWER, FEWER = 10.0, 3.0
 """From how many times fewer updates claims 1 and 3 hold, and hold partly."""
@@ -60,10 +66,11 @@ class Verdict(enum.IntEnum):
 
 @dataclass(frozen=True)
 class Check:
-    """A row of a claim's table and what it says."""
+    """A row of a claim's table and what it says; with the runs that it was judged by, if it is about runs."""
 
     cells: Sequence[str]
     verdict: Verdict
+    runs: Runs | None = None
 
 
 @dataclass(frozen=True)
@@ -106,36 +113,42 @@ class Finding:
             f"{found.count(words)} × {words}" for words in map(str, reversed(Verdict)) if words in found
         )
 
+    @property
+    def judged_by(self) -> str:
+        """How many checks were judged by which runs; empty where none is about runs."""
+        found = [check.runs.name for check in self.checks if check.runs is not None]
+        return ", ".join(f"{found.count(name)} {name}" for name in ("long", "short") if name in found)
+
 
 @dataclass(frozen=True)
 class Records:
     """What there is to judge from; whatever is missing was not measured.
 
     Attributes:
-        comparisons: By task, of runs that came to their end.
+        comparisons: By task, of runs that came to their end: the short ones.
         step: Of ``blockhf bench step --all``.
         parallel: Seconds of the CG phase on one rank and on two, by partition.
+        long: By task, of long runs that came to their end.
     """
 
     comparisons: Mapping[str, Comparison] = field(default_factory=dict)
     step: Mapping[str, Any] | None = None
     parallel: Mapping[str, Any] | None = None
+    long: Mapping[str, Comparison] = field(default_factory=dict)
+
+    def any_of(self, task: str) -> Comparison | None:
+        """Runs of a task, for its sizes and metrics: the short ones if there are any."""
+        return self.comparisons.get(task) or self.long.get(task)
 
     @classmethod
-    def read(cls, folder: Path) -> Records:
-        """The records of a folder.
+    def read(cls, folder: Path, long: Path | None = None) -> Records:
+        """The records of a folder, and those of long runs in another.
 
         Raises:
             FileNotFoundError: There are none.
             ValueError: One is something else.
         """
-        comparisons = {}
-        for name in tasks.TASKS:
-            if (path := folder / name / "comparison.json").exists():
-                compared = Comparison.read(path)
-                ended = [entry for entry in compared.entries if entry.status != "unfinished"]
-                if ended:
-                    comparisons[name] = replace(compared, entries=ended)
+        comparisons = _comparisons(folder)
         step = _read(folder / "step.json", lambda found: found["results"], "Make it with blockhf bench step.")
         parallel = _read(
             folder / "parallel.json",
@@ -144,13 +157,30 @@ class Records:
             ],
             'Write {"blocks": {NAME: {"one": seconds, "two": seconds, "machine": ratio}}}.',
         )
+        names = ", ".join(f"{name}/comparison.json" for name in tasks.TASKS)
         if not comparisons and step is None and parallel is None:
-            names = ", ".join(f"{name}/comparison.json" for name in tasks.TASKS)
             raise FileNotFoundError(
                 f"{folder} has no records of finished runs. It should hold {names}, step.json or "
                 "parallel.json; blockhf compare and blockhf bench step make them."
             )
-        return cls(comparisons, step, parallel)
+        longer = _comparisons(long) if long else {}
+        if long and not longer:
+            raise FileNotFoundError(
+                f"{long} has no records of finished runs. It should hold {names}; blockhf compare makes them."
+            )
+        return cls(comparisons, step, parallel, longer)
+
+
+def _comparisons(folder: Path) -> dict[str, Comparison]:
+    """The comparisons of a folder by task, without runs that have not come to their end."""
+    found = {}
+    for name in tasks.TASKS:
+        if (path := folder / name / "comparison.json").exists():
+            compared = Comparison.read(path)
+            ended = [entry for entry in compared.entries if entry.status != "unfinished"]
+            if ended:
+                found[name] = replace(compared, entries=ended)
+    return found
 
 
 def _read(path: Path, check: Callable[[Any], Any], remedy: str) -> Any:
@@ -211,13 +241,11 @@ def lines(compared: Comparison, optimizer: str) -> dict[int, Line]:
     return found
 
 
-def series(line: Line | None, metric: Metric) -> Series:
-    """The median curve along those updates, the start left out, that all seeds have; empty without a line.
+def series(line: Line, metric: Metric) -> Series:
+    """The median curve along those updates, the start left out, that all seeds have.
 
     At an update that some seeds lack, a median over the others would be another seed's and no change.
     """
-    if line is None:
-        return {}
     _, entries = line
     return {
         int(update): statistics.median(value for _, value in own)
@@ -226,14 +254,47 @@ def series(line: Line | None, metric: Metric) -> Series:
     }
 
 
-def alike(*found: Line | None) -> list[Line | None]:
-    """The runs of those seeds that all of the lines have, so that seeds are not taken for optimizers."""
-    seeds = [{entry.seed for entry in line[1]} for line in found if line is not None]
-    shared = set.intersection(*seeds) if seeds else set()
-    return [
-        None if line is None else (line[0], [entry for entry in line[1] if entry.seed in shared])
-        for line in found
-    ]
+@dataclass(frozen=True)
+class Runs:
+    """What a check is judged by.
+
+    Attributes:
+        name: ``"long"`` or ``"short"``.
+        task: The task.
+        lines: As they were wanted; all have the same seeds, so that seeds are not taken for optimizers.
+    """
+
+    name: str
+    task: str
+    lines: Sequence[Line]
+
+    @property
+    def seeds(self) -> list[int]:
+        return sorted({entry.seed for _, entries in self.lines for entry in entries})
+
+    @property
+    def words(self) -> str:
+        """Which runs, of how many seeds, and how many updates all of them have."""
+        updates = min(entry.points[-1]["update"] or 0 for _, entries in self.lines for entry in entries)
+        seeds = len(self.seeds)
+        return f"{self.name}: {seeds} seed{'s' if seeds > 1 else ''}, {updates:,.0f} updates"
+
+
+def choose(records: Records, task: str, *wanted: tuple[str, int]) -> Runs | None:
+    """The runs of the wanted lines, named by optimizer and size; none where some were not measured.
+
+    They are the long ones where these have ``LEAST_SEEDS`` seeds in common, and else the short ones.
+    """
+    for name, found, least in (("long", records.long, LEAST_SEEDS), ("short", records.comparisons, 1)):
+        if (compared := found.get(task)) is None:
+            continue
+        known = [lines(compared, optimizer).get(size) for optimizer, size in wanted]
+        own = [line for line in known if line is not None]
+        shared = set.intersection(*({entry.seed for entry in entries} for _, entries in own)) if own else ()
+        if len(own) == len(wanted) and len(shared) >= least:
+            alike = [(spec, [each for each in entries if each.seed in shared]) for spec, entries in own]
+            return Runs(name, task, alike)
+    return None
 
 
 def common(*curves: Series) -> list[int]:
@@ -262,7 +323,8 @@ def missing(heads: Sequence[str], *cells: str) -> Check:
 def claim_1(records: Records) -> Finding:
     """Block HF and Adam on the autoencoder, to the error of small-batch Adam."""
     return _beside_adam(
-        records.comparisons.get("autoencoder"),
+        records,
+        "autoencoder",
         1,
         "Block HF reaches small-batch Adam's error with a tenth of the updates (autoencoder)",
         "reaches the best value of small-batch Adam",
@@ -273,7 +335,8 @@ def claim_1(records: Records) -> Finding:
 def claim_3(records: Records) -> Finding:
     """Block HF and Adam on the LSTM, which block HF should also surpass."""
     return _beside_adam(
-        records.comparisons.get("lstm"),
+        records,
+        "lstm",
         3,
         "Block HF needs far fewer updates than Adam and gets further (LSTM)",
         "has a better best value than Adam at every batch",
@@ -282,7 +345,8 @@ def claim_3(records: Records) -> Finding:
 
 
 def _beside_adam(
-    compared: Comparison | None,
+    records: Records,
+    name: str,
     claim: int,
     words: str,
     goal: str,
@@ -294,40 +358,49 @@ def _beside_adam(
         f"times fewer updates than Adam at any batch; partly where it takes {FEWER:g} times fewer, or gets "
         "there with any fewer."
     )
-    if compared is None:
+    if (compared := records.any_of(name)) is None:
         return Finding(claim, words, rule, [], [])
     task = tasks.get(compared.task, compared.preset)
-    block, adam = lines(compared, "paper"), lines(compared, "adam")
     batches = sorted(task.adam_batches)
     heads = [
         *("curvature batch", "metric", "level", "updates of block HF"),
         *(f"of Adam, batch {batch:,}" for batch in batches),
         *("least ratio", "best of block HF"),
         *(f"best of Adam, batch {batch:,}" for batch in batches),
+        "runs",
     ]
     checks = []
     for size, metric in itertools.product(task.curvature_batches, metrics(compared)):
-        own, *rest = (
-            series(line, metric) for line in alike(block.get(size), *(adam.get(batch) for batch in batches))
-        )
-        others = dict(zip(batches, rest, strict=True))
-        if not own or not all(others.values()):
+        runs = choose(records, name, ("paper", size), *(("adam", batch) for batch in batches))
+        own, *rest = (series(line, metric) for line in runs.lines) if runs else [{}]
+        if runs is None or not own or not all(rest):
             checks.append(missing(heads, f"{size:,}", metric.words))
             continue
+        others = dict(zip(batches, rest, strict=True))
         best, bests = metric.best(own), {batch: metric.best(other) for batch, other in others.items()}
         level = metric.worse(best, bests[batches[0]])
         update = reaches(own, metric, level) or max(own)
         theirs = {batch: reaches(other, metric, level) for batch, other in others.items()}
         # One that does not get there takes longer than its run; the ratio is at least that.
-        ratio = min((theirs[batch] or max(other)) / update for batch, other in others.items())
+        ratio, is_bound = min(
+            ((theirs[batch] or max(other)) / update, theirs[batch] is None) for batch, other in others.items()
+        )
         there = is_there(metric, best, bests)
         if there and ratio >= FAR_FEWER:
             verdict = Verdict.HOLDS
         else:
             verdict = Verdict.PARTLY if ratio >= FEWER or (there and ratio > 1) else Verdict.FAILS
         shown = [f"> {max(others[batch]):,}" if at is None else f"{at:,}" for batch, at in theirs.items()]
-        cells = [f"{size:,}", metric.words, number(level), f"{update:,}", *shown, f"{ratio:.1f}"]
-        checks.append(Check([*cells, *map(number, (best, *bests.values()))], verdict))
+        cells = [
+            f"{size:,}",
+            metric.words,
+            number(level),
+            f"{update:,}",
+            *shown,
+            f"{'≥ ' * is_bound}{ratio:.1f}",
+        ]
+        cells += [*map(number, (best, *bests.values())), runs.words]
+        checks.append(Check(cells, verdict, runs))
     return Finding(claim, words, rule, heads, checks)
 
 
@@ -340,25 +413,26 @@ def claim_2(records: Records) -> Finding:
     )
     heads = [
         *("curvature batch", "metric", "common evaluations", "block HF better at"),
-        *("last common update", "block HF there", "HF there"),
+        *("last common update", "block HF there", "HF there", "runs"),
     ]
-    compared = records.comparisons.get("autoencoder")
+    compared = records.any_of("autoencoder")
     checks: list[Check] = []
     if compared is None:
         return Finding(2, words, rule, heads, checks)
-    block, alone = lines(compared, "paper"), lines(compared, "hf")
     sizes = tasks.get(compared.task, compared.preset).curvature_batches
     for size, metric in itertools.product(sizes, metrics(compared)):
-        ours, theirs = (series(line, metric) for line in alike(block.get(size), alone.get(size)))
+        runs = choose(records, "autoencoder", ("paper", size), ("hf", size))
+        ours, theirs = (series(line, metric) for line in runs.lines) if runs else ({}, {})
         updates = common(ours, theirs)
-        if not updates:
+        if runs is None or not updates:
             checks.append(missing(heads, f"{size:,}", metric.words))
             continue
         share = statistics.mean(metric.better(ours[update], theirs[update]) for update in updates)
         last = updates[-1]
         cells = [f"{size:,}", metric.words, f"{len(updates)}", f"{share:.0%}", f"{last:,}"]
         verdict = graded(share, WHOLE_RUN, MOST_OF_IT)
-        checks.append(Check([*cells, number(ours[last]), number(theirs[last])], verdict))
+        cells += [number(ours[last]), number(theirs[last]), runs.words]
+        checks.append(Check(cells, verdict, runs))
     return Finding(2, words, rule, heads, checks)
 
 
@@ -370,27 +444,26 @@ def claim_4(records: Records) -> Finding:
         f"HF by more than {CLEARLY['loss']:.0%} of the loss, or {100 * CLEARLY['accuracy']:g} points of "
         "accuracy."
     )
-    heads = ["task, curvature batches", "metric", "update", "block HF", "it loses", "HF", "it loses"]
+    heads = ["task, curvature batches", "metric", "update", "block HF", "it loses", "HF", "it loses", "runs"]
     checks = []
     for task in ("lstm", "cnn"):
-        compared = records.comparisons.get(task)
+        compared = records.any_of(task)
         if compared is None:
             checks.append(missing(heads, task))
             continue
         *larger, smallest = sorted(tasks.get(compared.task, compared.preset).curvature_batches, reverse=True)
-        block, alone = lines(compared, "paper"), lines(compared, "hf")
         for size, metric in itertools.product(larger, metrics(compared)):
             name = f"{task}, {size:,} to {smallest:,}"
-            four = alike(*(line.get(each) for line in (block, alone) for each in (size, smallest)))
-            curves = [series(line, metric) for line in four]
-            pairs = [curves[:2], curves[2:]]
+            four = itertools.product(("paper", "hf"), (size, smallest))
+            runs = choose(records, task, *four)
+            curves = [series(line, metric) for line in runs.lines] if runs else [{}]
             updates = common(*curves)
-            if not updates:
+            if runs is None or not updates:
                 checks.append(missing(heads, name, metric.words))
                 continue
             at = updates[-1]
             cells, lost = [name, metric.words, f"{at:,}"], []
-            for large, small in pairs:
+            for large, small in (curves[:2], curves[2:]):
                 cells.append(f"{number(large[at])} to {number(small[at])}")
                 if metric.is_accuracy:
                     lost.append(large[at] - small[at])
@@ -399,7 +472,8 @@ def claim_4(records: Records) -> Finding:
                     lost.append(small[at] / large[at] - 1)
                     cells.append(f"{lost[-1]:+.2%}")
             enough = CLEARLY["accuracy" if metric.is_accuracy else "loss"]
-            checks.append(Check(cells, Verdict.HOLDS if lost[1] - lost[0] > enough else Verdict.FAILS))
+            verdict = Verdict.HOLDS if lost[1] - lost[0] > enough else Verdict.FAILS
+            checks.append(Check([*cells, runs.words], verdict, runs))
     return Finding(4, words, rule, heads, checks)
 
 
@@ -412,39 +486,49 @@ def claim_5(records: Records) -> Finding:
         "at the last update that both have. Steadiness is by how much the train loss rose between "
         "evaluations, all rises added up; partly where there is no difference."
     )
-    heads = ["curvature batch", "what, beside", "update", "block HF", "the other"]
-    compared = records.comparisons.get("cnn")
+    heads = ["curvature batch", "what, beside", "update", "block HF", "the other", "runs"]
+    compared = records.any_of("cnn")
     checks: list[Check] = []
     if compared is None:
         return Finding(5, words, rule, heads, checks)
     task = tasks.get(compared.task, compared.preset)
     train, test = metrics(compared)
-    block, alone = lines(compared, "paper"), lines(compared, "hf")
     small = min(task.adam_batches)
-    adam = series(lines(compared, "adam").get(small), test)
     for size in task.curvature_batches:
         what = f"best {test.words}, Adam with batch {small:,}"
-        own = series(block.get(size), test)
-        if own and adam:
-            best, goal = test.best(own), test.best(adam)
+        runs = choose(records, "cnn", ("paper", size), ("adam", small))
+        own, other = (series(line, test) for line in runs.lines) if runs else ({}, {})
+        if runs and own and other:
+            best, goal = test.best(own), test.best(other)
             verdict = graded(best, goal - COMPARABLE, goal - NEARLY)
-            checks.append(Check([f"{size:,}", what, "any", number(best), number(goal)], verdict))
+            cells = [f"{size:,}", what, "any", number(best), number(goal), runs.words]
+            checks.append(Check(cells, verdict, runs))
         else:
             checks.append(missing(heads, f"{size:,}", what))
-        updates = common(*(series(line.get(size), train) for line in (block, alone)))
-        if not updates:
-            checks.append(missing(heads, f"{size:,}", "HF"))
-            continue
-        at = updates[-1]
-        for metric in (train, test):
-            ours, theirs = (series(line[size], metric)[at] for line in (block, alone))
-            cells = [f"{size:,}", f"{metric.words}, HF", f"{at:,}", number(ours), number(theirs)]
-            checks.append(Check(cells, Verdict.HOLDS if metric.better(ours, theirs) else Verdict.FAILS))
-        ours, theirs = (_rises(line[size][1], at) for line in (block, alone))
-        cells = [f"{size:,}", f"rises of the {train.words}, HF", f"to {at:,}", number(ours), number(theirs)]
-        verdict = Verdict.PARTLY if ours == theirs else Verdict.HOLDS if ours < theirs else Verdict.FAILS
-        checks.append(Check(cells, verdict))
+        checks += _beside_hf(records, size, (train, test), heads)
     return Finding(5, words, rule, heads, checks)
+
+
+def _beside_hf(
+    records: Records, size: int, both: tuple[Metric, Metric], heads: Sequence[str]
+) -> Sequence[Check]:
+    """Claim 5's checks of block HF and HF at one curvature batch."""
+    runs = choose(records, "cnn", ("paper", size), ("hf", size))
+    curves = {metric: [series(line, metric) for line in runs.lines] for metric in both} if runs else {}
+    updates = common(*itertools.chain.from_iterable(curves.values())) if curves else []
+    if runs is None or not updates:
+        return [missing(heads, f"{size:,}", "HF")]
+    at = updates[-1]
+    checks = []
+    for metric, (block, alone) in curves.items():
+        ours, theirs = block[at], alone[at]
+        cells = [f"{size:,}", f"{metric.words}, HF", f"{at:,}", number(ours), number(theirs), runs.words]
+        verdict = Verdict.HOLDS if metric.better(ours, theirs) else Verdict.FAILS
+        checks.append(Check(cells, verdict, runs))
+    ours, theirs = (_rises(entries, at) for _, entries in runs.lines)
+    cells = [f"{size:,}", f"rises of the {both[0].words}, HF", f"to {at:,}", number(ours), number(theirs)]
+    verdict = Verdict.PARTLY if ours == theirs else Verdict.HOLDS if ours < theirs else Verdict.FAILS
+    return [*checks, Check([*cells, runs.words], verdict, runs)]
 
 
 def _rises(entries: Sequence[Entry], until: int) -> float:

@@ -427,6 +427,10 @@ def _experiments(app: "typer.Typer") -> None:
     @app.command()
     def claims(
         records: Annotated[Path, typer.Argument(help="Folder of the records.")] = Path("results/claims"),
+        long: Annotated[
+            Path | None,
+            typer.Option(help="Folder of long runs, which judge where they have two seeds: results/long."),
+        ] = None,
         page: Annotated[
             Path | None,
             typer.Option(help="Page whose generated parts and figures are made anew: docs/claims.md."),
@@ -438,7 +442,7 @@ def _experiments(app: "typer.Typer") -> None:
         from blockhf_lab import claims_page
 
         with _telling():
-            claims_page.run(records, page, Console())
+            claims_page.run(records, long, page, Console())
 
     @app.command()
     def readme(

@@ -13,6 +13,7 @@ from typing import Any
 from matplotlib import rc_context
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter, NullLocator
 
 from blockhf_lab import comparison, plan
@@ -232,7 +233,8 @@ def draw(compared: Comparison, axis: str) -> Figure:
 def grid(rows: Sequence[Sequence[tuple[Panel, dict[str, tuple[str, Dashes]]]]], title: str = "") -> Figure:
     """Panels in rows, each with the looks of its comparison."""
     height = sum(3.8 + max(_below(panel) for panel, _ in row) for row in rows)
-    figure = Figure(figsize=(5.2 * len(rows[0]), height), dpi=120, layout="constrained")
+    layout = ConstrainedLayoutEngine(w_pad=0.12, h_pad=0.08)
+    figure = Figure(figsize=(5.2 * len(rows[0]), height), dpi=120, layout=layout)
     for row, places in zip(rows, figure.subplots(len(rows), len(rows[0]), squeeze=False), strict=True):
         for (panel, own), axes in zip(row, places, strict=True):
             _draw(panel, axes, own)
@@ -267,7 +269,7 @@ def _draw(panel: Panel, axes: Axes, looks: dict[str, Any]) -> None:
         axes.plot(along[-1:], middle[-1:], color=color, marker="o", markersize=4)
         if low != high:
             axes.fill_between(along, low, high, color=color, alpha=0.15, linewidth=0)
-        values += middle
+        values += [*middle, *low, *high]
         places += along
     if panel.is_log:
         scale_errors(axes, values)
