@@ -17,7 +17,7 @@ SOURCE = Path(blockhf.__file__).parent
 FLOORS = [
     {"_torch", "batches", "policy", "scalars"},
     {"blocks", "flops", "fx_graphs", "linalg", "objective", "report"},
-    {"diagnosis", "isolation", "ledger", "ranks", "compile"},
+    {"diagnosis", "isolation", "ledger", "ranks", "rotation", "compile"},
     {"samples"},
     {"curvature"},
     {"point", "preconditioners"},

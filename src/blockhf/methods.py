@@ -49,12 +49,14 @@ from blockhf.policies import (
     RelativeDamping,
     Sampling,
     Search,
+    Stretch,
     Walk,
 )
+from blockhf.policies.walk import besides
 from blockhf.policy import PolicyState, State
 from blockhf.preconditioners import Identity
 from blockhf.samples import Structure
-from blockhf.update import Update
+from blockhf.update import BESIDES, Update
 from blockhf.walking import take_stretch
 
 if TYPE_CHECKING:
@@ -90,7 +92,6 @@ def without_noise() -> dict[str, Any]:
         "search": Geodesic(),
         "sampling": AllSamples(),
         "damping": RelativeDamping(),
-        "walk": NoWalk(),
     }
 
 
@@ -178,6 +179,8 @@ class NamedMethods(BlockOptimizer):
     def _falls_fast(self) -> bool:
         """Whether exact solutions are dear, and steps on a sample still lower the loss a good deal."""
         last = self._memory.get("last_losses", ())
+        if "num_walks" in self._memory and not self._walk_rests():
+            return True
         if "price" not in self._memory and "num_walks" in self._memory:
             return True  # a step will tell
         if self._memory.get("is_complete") or self._memory.get("price", 0.0) <= DEAR:
@@ -274,12 +277,39 @@ class NamedMethods(BlockOptimizer):
         if walked.taken:
             for param in params:
                 self.state[param]["step"] = self._updates(param) + 1
-        if state.shared["is_over"]:
-            for group in self.param_groups:
-                if group["damping"] == self.damping.initial:  # and not set by hand
-                    group["damping"] = policy.damping * self.damping.initial
         self.report = walked.report(done, stretch, self.ledger, met.watch.phases)
+        (flops,) = self.mesh.add_up([float(self.ledger.repeated)])
+        cost = flops + stretch.num_steps * besides(sum(param.numel() for param in params))
+        policy.note_stretch(walked.before - walked.after, cost, state.shared)
+        if policy.is_trying(state.shared):
+            self._prepare_trial(policy, stretch)
         return walked.own_loss
+
+    def _prepare_trial(self, policy: AdamWalk, stretch: Stretch) -> None:
+        """Let Gauss-Newton steps begin where a walk has got to: with its samples, and with little damping."""
+        self.policy_state["sampling"].shared.setdefault("size", stretch.num_samples)
+        for group in self.param_groups:
+            if group["damping"] == self.damping.initial:  # and not set by hand
+                group["damping"] = policy.damping * self.damping.initial
+
+    def _walk_rests(self) -> bool:
+        """Whether the walk is over, or waits for a trial of Gauss-Newton steps."""
+        state = self.policy_state["walk"].shared
+        is_trying = isinstance(self.walk, AdamWalk) and self.walk.is_trying(state)
+        return is_trying or bool(state.get("is_over", False))
+
+    def _judge_trial(self, update: Update) -> None:
+        """Tell the walk what a Gauss-Newton step has gained; it may be over now."""
+        policy, state = self.walk, self.policy_state["walk"]
+        if not isinstance(policy, AdamWalk) or not policy.is_trying(state.shared):
+            return
+        choice, gain = update.choice, 0.0
+        if choice is not None and choice.update is not None and choice.loss is not None:
+            gain = (update.value if choice.before is None else choice.before) - choice.loss
+        (flops,) = self.mesh.add_up([float(self.ledger.repeated)])
+        policy.note_step(gain if math.isfinite(gain) else 0.0, flops + BESIDES, state.shared)
+        if state.shared.get("is_over", False):
+            state.blocks.clear()
 
     def _can_walk(self, met: Meeting) -> bool:
         """Whether it is a large sample of a kind that can be shared out among small steps."""
@@ -392,6 +422,7 @@ class NamedMethods(BlockOptimizer):
             **{
                 **without_noise(),
                 "products": Factored(other=Auto()),
+                "walk": NoWalk(),
                 **({} if damping is None else {"damping": damping}),
                 **options,
             },

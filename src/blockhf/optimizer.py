@@ -423,6 +423,7 @@ class BlockHF(NamedMethods):
         self._num_still = update.count_still(self._num_still)
         if update.is_sound:
             self._note_price(update)
+        self._judge_trial(update)
         if update.is_sound and self._memory.get("is_drawn"):
             num_params = sum(block.size for block in update.blocks)
             learn(

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 
 import torch
 from torch import Tensor
 
+from blockhf.blocks import Block
 from blockhf.ledger import Ledger
 from blockhf.meeting import Meeting
 from blockhf.plan import Role, Sizes, draw_plan
+from blockhf.point import Point
 from blockhf.policies import AdamWalk, Stretch
-from blockhf.policy import PolicyState
+from blockhf.policy import PolicyState, State
 from blockhf.report import Phase, StepReport
+from blockhf.rotation import Rotation, Side, affordable_sides, rotation_flops
 from blockhf.scalars import read
 from blockhf.update import shrinkage
 
@@ -55,10 +59,61 @@ class Walked:
         )
 
 
+class _Walker:
+    """A block on its way: where it is, and what it keeps from small step to small step."""
+
+    def __init__(self, block: Block, shown: Tensor, sides: Sequence[Side], state: State) -> None:
+        shapes = [list(param.shape) for param in block.params]
+        if state.get("shapes", shapes) != shapes:  # some of its parameters are frozen by now, or thawed
+            state = {}
+        offset = state.get("offset")
+        self.block, self.shapes = block, shapes
+        self.value = shown.clone() if offset is None else shown + offset.to(shown)
+        self.start = self.value.clone()
+        self.sides = [Side(*own) for own in state["sides"]] if "sides" in state else sides
+        self._rotation = Rotation(self.sides, state, shown)
+        self._mean, self._square = (_copy(state.get(name), shown) for name in ("mean", "square"))
+        self._total, self._num_added = torch.zeros_like(shown), 0
+
+    def move(self, policy: AdamWalk, gradient: Tensor, rate: float, count: int, *, adds: bool) -> None:
+        """Take a small step, the ``count``-th; ``adds`` it to the average."""
+        self._rotation.learn(gradient, self._mean, count)
+        turned = policy.direction(self._rotation.there(gradient), self._mean, self._square, count)
+        self.value.add_(self._rotation.back(turned), alpha=rate)
+        self.block.assign_(self.value)
+        if adds:
+            self._total.add_(self.value)
+            self._num_added += 1
+
+    def decay(self, share: float) -> None:
+        """Shrink by a share of where it started."""
+        if share:
+            self.value.sub_(self.start, alpha=share)
+            self._total.sub_(self.start, alpha=share * self._num_added)
+
+    def average(self) -> Tensor:
+        """The mean over the small steps that were added."""
+        return self._total / self._num_added
+
+    def kept(self, shown: Tensor) -> State:
+        """What to keep where these are the parameters."""
+        return {
+            "shapes": self.shapes,
+            "sides": [list(astuple(side)) for side in self.sides],
+            "mean": self._mean,
+            "square": self._square,
+            "offset": self.value - shown,
+            **self._rotation.state(),
+        }
+
+
 def take_stretch(
     policy: AdamWalk, stretch: Stretch, state: PolicyState, met: Meeting, rank: int, seed: int
 ) -> Walked:
     """Take small steps, each on samples of its own, and undo them where they lead uphill on others.
+
+    Small steps go on from where the last ones ended. What they show, as parameters of the model, may be an
+    average of them.
 
     Args:
         policy: How to walk.
@@ -70,48 +125,86 @@ def take_stretch(
     """
     checked, parts = _shared_out(stretch, met.sizes, seed)
     check = met.make_point(*checked.take(met.batch, rank))
-    shared, blocks = state.shared, check.blocks
-    rate, count = policy.rate_of(sum(map(len, check.origin)), shared), int(shared.get("count", 0))
-    values = [own.clone() for own in check.origin]
-    means, squares = (
-        [_copy(state.of(block.name).get(name), value) for block, value in zip(blocks, values, strict=True)]
-        for name in ("mean", "square")
-    )
+    shared = state.shared
+    sides = affordable_sides(check.blocks, stretch.rotation)
+    walkers = [
+        _Walker(block, shown, own, state.of(block.name))
+        for block, shown, own in zip(check.blocks, check.origin, sides, strict=True)
+    ]
+    rate = policy.rate_of(sum(map(len, check.origin)), shared)
+    buffers = _take_small_steps(policy, stretch, walkers, parts, met, rank, rate, int(shared.get("count", 0)))
+    starts, ends = [own.start for own in walkers], [own.value for own in walkers]
+    middles = [(start + end) / 2 for start, end in zip(starts, ends, strict=True)]
+    losses = [_loss_at(check, own) for own in (check.origin, starts, middles, ends)]
+    (before,), (first,), (half,), (after,) = read(losses)
+    taken, factor = judged = policy.judge(first, half, after)
+    policy.update(stretch, sum(met.sizes), rate, judged, shared)
+    if not taken:
+        check.move([torch.zeros_like(own) for own in check.origin])
+        with torch.no_grad():
+            for buffer, value in buffers:
+                buffer.copy_(value)
+    else:
+        shown: Sequence[Tensor] = ends
+        if factor <= 1:  # where noise has a part in it
+            after, shown = _best_average(check, walkers, after, ends)
+        for walker, own in zip(walkers, shown, strict=True):
+            state.blocks[walker.block.name] = walker.kept(own)
+        check.move([own - origin for own, origin in zip(shown, check.origin, strict=True)])
+        shared["count"] = int(shared.get("count", 0)) + stretch.num_steps
+        check.refresh_statistics()
+    own_loss = losses[0] - check.penalty(losses[0])
+    return Walked(own_loss, before, after if taken else before, taken, rate)
+
+
+def _take_small_steps(
+    policy: AdamWalk,
+    stretch: Stretch,
+    walkers: Sequence[_Walker],
+    parts: Sequence[Role],
+    met: Meeting,
+    rank: int,
+    rate: float,
+    count: int,
+) -> list[tuple[Tensor, Tensor]]:
+    """Walk; the result are the buffers of the model, with what they held before."""
     buffers: list[tuple[Tensor, Tensor]] = []
+    for walker in walkers:
+        walker.block.assign_(walker.value)
     for number in range(stretch.num_steps):
-        point = met.make_point(*parts[number % len(parts)].take(met.batch, rank), values)
+        taken = parts[number % len(parts)].take(met.batch, rank)
+        point = met.make_point(*taken, [own.value for own in walkers])
         _, gradient = point.gradient()
         if number == 0:
             met.before.protect(point.buffers)
             buffers = [(buffer, buffer.clone()) for buffer in point.buffers]
         point.commit(None)
-        count += 1
-        for index, (block, group) in enumerate(zip(blocks, met.groups, strict=True)):
-            own = rate * float(group["lr"])
-            policy.move(values[index], gradient[index], means[index], squares[index], own, count)
-            block.assign_(values[index])
-    change = [
-        value - start if (decay := shrinkage(group)) == 0 else value - start - decay * start
-        for value, start, group in zip(values, check.origin, met.groups, strict=True)
-    ]
-    trials = ([torch.zeros_like(own) for own in change], [own / 2 for own in change], change)
-    losses = [check.loss_at(own) for own in trials]
-    (before,), (half,), (after,) = read(losses)
-    taken, factor = policy.judge(before, half, after)
-    policy.update(rate, factor, shared)
-    if taken:
-        check.move(change)
-        shared["count"] = count
-        for block, mean, square in zip(blocks, means, squares, strict=True):
-            state.of(block.name).update(mean=mean, square=square)
-    else:
-        with torch.no_grad():
-            for buffer, value in buffers:
-                buffer.copy_(value)
-    if shared["is_over"]:
-        state.blocks.clear()
-    own_loss = losses[0] - check.penalty(losses[0])
-    return Walked(own_loss, before, after if taken else before, taken, rate)
+        is_late = 2 * number >= stretch.num_steps
+        for walker, own, group in zip(walkers, gradient, met.groups, strict=True):
+            walker.move(policy, own, rate * float(group["lr"]), count + number + 1, adds=is_late)
+    for walker, group in zip(walkers, met.groups, strict=True):
+        walker.decay(shrinkage(group))
+    flops = (rotation_flops(own.sides, count + 1, count + stretch.num_steps) for own in walkers)
+    point.samples.ledger.add("rotation", sum(flops))
+    return buffers
+
+
+def _best_average(
+    check: Point, walkers: Sequence[_Walker], after: float, ends: Sequence[Tensor]
+) -> tuple[float, Sequence[Tensor]]:
+    """The lowest loss and where it is: at the end, in the mean of late small steps, or nearer to before."""
+    late = [own.average() for own in walkers]
+    mixed = [(own + shown) / 2 for own, shown in zip(late, check.origin, strict=True)]
+    (first,), (second,) = read([_loss_at(check, own) for own in (late, mixed)])
+    return min([(after, ends), (first, late), (second, mixed)], key=lambda pair: _or_infinity(pair[0]))
+
+
+def _loss_at(check: Point, values: Sequence[Tensor]) -> Tensor:
+    return check.loss_at([value - origin for value, origin in zip(values, check.origin, strict=True)])
+
+
+def _or_infinity(value: float) -> float:
+    return math.inf if math.isnan(value) else value
 
 
 def _shared_out(stretch: Stretch, sizes: Sequence[int], seed: int) -> tuple[Role, list[Role]]:

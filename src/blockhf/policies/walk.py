@@ -1,13 +1,14 @@
 """Whether a run opens with a walk, in many small steps by the gradient alone: arithmetic on numbers.
 
 Far from a minimum the gradient of a few samples is as good as that of many, and curvature is not worth its
-price. So ``AdamWalk`` has small steps at first, until noise is all that they feel. ``NoWalk`` has none.
+price. So ``AdamWalk`` has small steps for as long as they pay. ``NoWalk`` has none.
 """
 
 from __future__ import annotations
 
 import abc
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -25,11 +26,13 @@ class Stretch:
         num_steps: Small steps.
         num_samples: Samples of each.
         num_checked: Other samples, on which the loss before and after is compared.
+        rotation: What the rotations of a small step may cost, in counted operations.
     """
 
     num_steps: int
     num_samples: int
     num_checked: int
+    rotation: float = 0.0
 
 
 class Walk(Policy):
@@ -62,23 +65,37 @@ class NoWalk(Walk):
 
 @dataclass(frozen=True)
 class AdamWalk(Walk):
-    r"""With steps of Adam (Kingma and Ba, 2015), at a rate that adapts, until noise stops them.
+    r"""With steps of Adam (Kingma and Ba, 2015), at a rate and of sizes that adapt, for as long as they pay.
+
+    Each matrix is turned into the eigenvectors of its gradients' second moments (SOAP, Vyas et al., 2024)
+    where that is cheap beside the gradient (``blockhf.rotation``).
 
     Samples of no small step tell the loss at the start of a stretch, halfway and at its end. A parabola
     through the three has its lowest point at ``t`` times the stretch. Above 1.2 the rate grows by ``t``, at
-    most twofold, below 0.6 it falls by ``change``, and below -0.5 the stretch is undone and the rate halved.
-    Where both ends have the same loss and the middle is lower, ``t`` is 1/2: then the steps go to and fro by
-    noise. Once the rate has fallen by ``fall`` from its highest, the walk is over for good.
+    most by ``rise``, and below -0.5 the stretch is undone and the rate halved. Where both ends have the same
+    loss and the middle is lower, ``t`` is 1/2: then the steps go to and fro by noise. So below 0.6 small
+    steps take twice the samples, and where they have the most already, the rate falls by ``change``.
+
+    What the walk shows are averages: of the small steps at the end, those of the stretch's second half, and
+    halfway between these and what it showed before, the parameters with the lowest loss on those samples.
+
+    Once a stretch gains less for its cost than ``slow`` times what the best ones gained, some Gauss-Newton
+    steps are tried. Where they gain more for their cost, the walk is over for good, and else it goes on for
+    a while before the next trial.
 
     Args:
         length: Of the first small steps, over all parameters: it is the rate times the root of their number,
             which counts as 1,000 at the least.
         betas: Weights of the past in the averages of gradients and of their squares.
+        first_steps: Small steps of the first stretch; each has two fifths more than the one before.
         max_steps: The most small steps in a stretch.
-        min_steps: The fewest.
+        rise: By what the rate grows at the most.
         change: By what the rate falls.
-        fall: Of the rate at the end.
-        damping: What damping is multiplied by at the end: near a minimum less of it will do.
+        max_samples: The most samples of a small step.
+        rotation: What the rotations may cost, in gradients; 0 for none.
+        slow: The share of the best gain for its cost at which Gauss-Newton steps are tried.
+        trials: How many of them; the first, which damping has not yet adapted to, does not count.
+        damping: What damping is multiplied by for these: near a minimum less of it will do.
 
     >>> walk = AdamWalk()
     >>> walk.judge(4.0, 2.0, 1.0)  # the parabola is lowest at 1.25: on, and faster
@@ -89,10 +106,14 @@ class AdamWalk(Walk):
 
     length: float = 0.5
     betas: tuple[float, float] = (0.9, 0.99)
+    first_steps: int = 5
     max_steps: int = 50
-    min_steps: int = 10
+    rise: float = 2.5
     change: float = 1.5
-    fall: float = 2.0
+    max_samples: int = 4096
+    rotation: float = 1.0
+    slow: float = 0.02
+    trials: int = 4
     damping: float = 0.03
 
     def __post_init__(self) -> None:
@@ -100,28 +121,39 @@ class AdamWalk(Walk):
             raise ValueError(f"length is {self.length}, but must be above 0.")
         if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):
             raise ValueError(f"betas is {self.betas}, but must be two numbers of at least 0 and below 1.")
-        if not 1 <= self.min_steps <= self.max_steps:
+        if not 2 <= self.first_steps <= self.max_steps:
             raise ValueError(
-                f"min_steps is {self.min_steps} and max_steps is {self.max_steps}, but must be at least 1, "
-                "and the second at least the first."
+                f"first_steps is {self.first_steps} and max_steps is {self.max_steps}, but must be at least "
+                "2, and the second at least the first."
             )
-        for name, value in (("change", self.change), ("fall", self.fall)):
+        for name, value in (("change", self.change), ("rise", self.rise)):
             if not 1 < value < math.inf:
                 raise ValueError(f"{name} is {value}, but must be above 1.")
+        for name, value in (("max_samples", self.max_samples), ("trials", self.trials - 1)):
+            if value < 1:
+                raise ValueError(
+                    f"{name} is {vars(self)[name]}, but must be above {vars(self)[name] - value}."
+                )
+        for name, value in (("rotation", self.rotation), ("slow", self.slow)):
+            if not 0 <= value < math.inf:
+                raise ValueError(f"{name} is {value}, but must be at least 0.")
         if not 0 < self.damping <= 1:
             raise ValueError(f"damping is {self.damping}, but must be above 0 and at most 1.")
 
     def stretch(
         self, num_available: int, forward: float, num_params: int, positions: int, state: State
     ) -> Stretch | None:
-        if state.get("is_over", False):
+        if state.get("is_over", False) or self.is_trying(state):
             return None
         # A small step has as many samples as make its gradient cost no less than all else in it.
-        besides = SMALL_STEP + PER_PARAM * num_params
-        number = _power_of_two(besides / max(GRADIENT * forward, 1.0), *FEWEST_AND_MOST)
+        least = _power_of_two(besides(num_params) / max(GRADIENT * forward, 1.0), *FEWEST_AND_MOST)
+        number = min(int(state.get("num_samples", least)), max(num_available // 4, least))
         num_checked = min(math.ceil(max(CHECKED / math.sqrt(positions), CHECKED / 4)), num_available // 4)
-        num_steps = min(self.max_steps, PASSES * ((num_available - num_checked) // number))
-        return None if num_steps < self.min_steps else Stretch(num_steps, number, num_checked)
+        possible = PASSES * ((num_available - num_checked) // number)
+        if possible < FEWEST_STEPS:
+            return None
+        num_steps = min(int(state.get("num_steps", self.first_steps)), possible)
+        return Stretch(num_steps, number, num_checked, self.rotation * GRADIENT * forward * least)
 
     def rate_of(self, num_params: int, state: State) -> float:
         """The rate of the next stretch."""
@@ -133,42 +165,102 @@ class AdamWalk(Walk):
             return False, 0.25
         bend = 2 * (before + after - 2 * half)
         if bend <= 0:
-            return (True, 2.0) if after < before else (False, 0.5)
+            return (True, self.rise) if after < before else (False, 0.5)
         lowest = 0.5 * (1 + (before - after) / bend)
         if lowest < -0.5:
             return False, 0.5
-        return True, min(lowest, 2.0) if lowest > 1.2 else 1 / self.change if lowest < 0.6 else 1.0
+        return True, min(lowest, self.rise) if lowest > 1.2 else 1 / self.change if lowest < 0.6 else 1.0
 
-    def update(self, rate: float, factor: float, state: State) -> None:
-        """Change the rate, and see whether the walk is over."""
-        highest = max(float(state.get("highest", rate)), rate)
-        state.update(rate=rate * factor, highest=highest, is_over=rate * factor * self.fall <= highest)
-
-    def move(
-        self, value: Tensor, gradient: Tensor, mean: Tensor, square: Tensor, rate: float, count: int
+    def update(
+        self, stretch: Stretch, num_available: int, rate: float, judged: tuple[bool, float], state: State
     ) -> None:
-        """One small step of a block, in place; ``count`` is its number from 1."""
+        """Change rate, samples and length of the next stretch."""
+        taken, factor = judged
+        number = stretch.num_samples
+        if taken and factor < 1 and 2 * number <= min(self.max_samples, num_available // 4):
+            number, factor = 2 * number, 1.0
+        most = max(int(state.get("num_steps", self.first_steps)), stretch.num_steps)
+        state.update(
+            rate=rate * factor,
+            num_samples=number,
+            num_steps=min(math.ceil(GROWTH * most), self.max_steps),
+        )
+
+    def note_stretch(self, gain: float, cost: float, state: State) -> None:
+        """Take down what a stretch has gained, and see whether to try Gauss-Newton steps."""
+        gains = [*state.get("gains", ()), [gain, cost]][-WINDOW:]
+        pays, num_stretches = _pays(gains), int(state.get("num_stretches", 0)) + 1
+        best = max(float(state.get("best", pays)), pays)
+        walked = float(state.get("walked", 0.0)) + cost
+        state.update(gains=gains, best=best, walked=walked, num_stretches=num_stretches)
+        patient = walked >= PATIENCE * float(state.get("trial_cost", 0.0))
+        if num_stretches >= 2 * WINDOW and pays <= self.slow * best and patient:
+            state.update(tried=[], walked=0.0)
+
+    def is_trying(self, state: State) -> bool:
+        """Whether Gauss-Newton steps are tried just now."""
+        return "tried" in state
+
+    def note_step(self, gain: float, cost: float, state: State) -> None:
+        """Take down what a Gauss-Newton step has gained; the last of a trial decides."""
+        if not self.is_trying(state):
+            return
+        tried = [*state["tried"], [gain, cost]]
+        state["tried"] = tried
+        if len(tried) >= self.trials:
+            del state["tried"]
+            is_over = _pays(tried[1:]) > MARGIN * _pays(state["gains"])
+            state.update(is_over=is_over, trial_cost=sum(own for _, own in tried))
+
+    def direction(self, gradient: Tensor, mean: Tensor, square: Tensor, count: int) -> Tensor:
+        """Of a small step; the averages move in place, and ``count`` is the number of the step from 1."""
         first, second = self.betas
         mean.lerp_(gradient, 1 - first)
         square.mul_(second).addcmul_(gradient, gradient, value=1 - second)
         root = square.div(1 - second**count).sqrt_().add_(torch.finfo(square.dtype).tiny ** 0.5)
-        value.addcdiv_(mean, root, value=-rate / (1 - first**count))
+        return mean.div(root).mul_(-1 / (1 - first**count))
 
 
 SMALL_STEP, PER_PARAM = 3e7, 50.0
 """What a small step takes beside its gradient, in counted operations: by itself, and for each parameter."""
 
 FEWEST_AND_MOST = (32, 512)
-"""Samples of a small step."""
+"""Samples of the first small steps."""
 
 FEW_PARAMS = 1000
 """The first rate is that of a model with as many parameters where there are fewer."""
+
+FEWEST_STEPS = 10
+"""A batch with samples for fewer small steps is not walked on."""
 
 CHECKED = 256
 """Samples that a stretch is checked with; a quarter of them where each has many predictions."""
 
 PASSES = 4
 """How often a stretch may go through a batch."""
+
+GROWTH = 1.4
+"""By what stretches grow."""
+
+WINDOW = 4
+"""Stretches over which gain and cost are added up."""
+
+PATIENCE = 5.0
+"""A walk goes on for at least so many times the cost of the last trial of Gauss-Newton steps."""
+
+MARGIN = 1.25
+"""Gauss-Newton steps have to gain so much more for their cost: their lengths are fitted to the samples that judge
+them."""
+
+
+def besides(num_params: int) -> float:
+    """What a small step takes beside its gradient, in counted operations."""
+    return SMALL_STEP + PER_PARAM * num_params
+
+
+def _pays(gains: Sequence[Sequence[float]]) -> float:
+    """What was gained for its cost."""
+    return sum(gain for gain, _ in gains) / max(sum(cost for _, cost in gains), 1.0)
 
 
 def _power_of_two(number: float, least: int, most: int) -> int:

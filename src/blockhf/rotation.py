@@ -1,0 +1,159 @@
+"""Coordinates in which the gradients of a block's matrices are uncorrelated, one side at a time.
+
+Adam divides each entry of a gradient by its own root mean square. Where entries are correlated, that is
+better done along the eigenvectors of the correlations: of the rows of a matrix, of its columns, or of both
+(Shampoo, Gupta et al., 2018; SOAP, Vyas et al., 2024). Each such side costs products with a matrix of its
+size, so only those are turned whose price is small beside that of the gradient itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from blockhf.blocks import Block
+from blockhf.policy import State
+
+MEMORY = 0.95
+"""Weight of the past in the second moments of the gradients."""
+
+REFRESH = 10
+"""Small steps from one refresh of the eigenvectors to the next; the first ones are powers of two."""
+
+
+@dataclass(frozen=True)
+class Side:
+    """The rows or the columns of a matrix in the flat vector of a block.
+
+    Attributes:
+        place: Of its first entry.
+        rows: Of the matrix.
+        columns: Of the matrix; a kernel's are all but its first dimension.
+        axis: 0 for the rows, 1 for the columns.
+    """
+
+    place: int
+    rows: int
+    columns: int
+    axis: int
+
+    @property
+    def size(self) -> int:
+        return self.columns if self.axis else self.rows
+
+    @property
+    def flops(self) -> int:
+        """Of a small step: there, back, and the second moments."""
+        return 6 * self.rows * self.columns * self.size
+
+    @property
+    def refresh_flops(self) -> int:
+        return 4 * self.size**3
+
+    @property
+    def price(self) -> float:
+        """Of a small step, with its part of a refresh."""
+        return self.flops + self.refresh_flops / REFRESH
+
+    def of(self, vector: Tensor) -> Tensor:
+        """The matrix, as a view."""
+        return vector[self.place : self.place + self.rows * self.columns].view(self.rows, self.columns)
+
+
+def affordable_sides(blocks: Sequence[Block], budget: float) -> list[list[Side]]:
+    """For each block the sides that are turned: the smallest first, as long as all together are in budget.
+
+    >>> from torch import nn
+    >>> layer = nn.Linear(100, 3)
+    >>> affordable_sides([Block("layer", tuple(layer.parameters()))], budget=1e4)
+    [[Side(place=0, rows=3, columns=100, axis=0)]]
+    """
+    found: list[list[Side]] = [[] for _ in blocks]
+    sides = [(index, side) for index, block in enumerate(blocks) for side in _sides(block)]
+    for index, side in sorted(sides, key=lambda pair: pair[1].size):
+        if side.price <= budget:
+            budget -= side.price
+            found[index].append(side)
+    return found
+
+
+def _sides(block: Block) -> Iterator[Side]:
+    place = 0
+    for param in block.params:
+        if param.dim() > 1 and param.numel():
+            rows = param.shape[0]
+            columns = param.numel() // rows
+            both = (Side(place, rows, columns, axis) for axis in (0, 1))
+            yield from (side for side in both if side.size > 1)
+        place += param.numel()
+
+
+class Rotation:
+    """The coordinates of one block, which follow its gradients.
+
+    Args:
+        sides: Which sides of its matrices are turned.
+        state: What was kept of an earlier rotation of these sides, if anything was.
+        like: A flat vector of the block.
+    """
+
+    def __init__(self, sides: Sequence[Side], state: State, like: Tensor) -> None:
+        self._sides = sides
+        kept = state.get("moments", ()), state.get("bases", ())
+        known = all(len(own) == len(sides) for own in kept)
+        sizes = [side.size for side in sides]
+        self._moments, self._bases = (
+            [own.to(like).clone() for own in kept[0]] if known else [like.new_zeros(n, n) for n in sizes],
+            [own.to(like) for own in kept[1]] if known else [torch.eye(n).to(like) for n in sizes],
+        )
+
+    def state(self) -> State:
+        """What to keep; plain data."""
+        return {"moments": self._moments, "bases": self._bases}
+
+    def learn(self, gradient: Tensor, mean: Tensor, count: int) -> None:
+        """Take in a gradient, the ``count``-th; ``mean`` is turned along where the coordinates change."""
+        if not self._sides:
+            return
+        for side, moments in zip(self._sides, self._moments, strict=True):
+            matrix = side.of(gradient)
+            own = matrix.T @ matrix if side.axis else matrix @ matrix.T
+            moments.lerp_(own.nan_to_num_(0.0, 0.0, 0.0), 1 - MEMORY if count > 1 else 1.0)
+        if is_refreshed(count):
+            old = self.back(mean)
+            self._bases = [
+                torch.linalg.qr(moments @ basis)[0]  # a power iteration, all vectors together
+                for moments, basis in zip(self._moments, self._bases, strict=True)
+            ]
+            mean.copy_(self.there(old))
+
+    def there(self, vector: Tensor) -> Tensor:
+        """A flat vector in these coordinates."""
+        return self._turned(vector, [basis.T for basis in self._bases])
+
+    def back(self, vector: Tensor) -> Tensor:
+        """A flat vector of these coordinates as one of the block."""
+        return self._turned(vector, self._bases)
+
+    def _turned(self, vector: Tensor, bases: Sequence[Tensor]) -> Tensor:
+        if not self._sides:
+            return vector
+        vector = vector.clone()
+        for side, basis in zip(self._sides, bases, strict=True):
+            matrix = side.of(vector)
+            matrix.copy_(matrix @ basis.T if side.axis else basis @ matrix)
+        return vector
+
+
+def is_refreshed(count: int) -> bool:
+    """Whether the eigenvectors are taken anew at this small step."""
+    return count % REFRESH == 0 or (count < REFRESH and count & (count - 1) == 0)
+
+
+def rotation_flops(sides: Sequence[Side], first: int, last: int) -> int:
+    """Of the small steps with these numbers."""
+    num_refreshed = sum(map(is_refreshed, range(first, last + 1)))
+    return sum((last + 1 - first) * side.flops + num_refreshed * side.refresh_flops for side in sides)
