@@ -264,6 +264,7 @@ class NamedMethods(BlockOptimizer):
             sum(block.size for block in met.before.blocks),
             met.structure.num_positions,
             state.shared,
+            again=bool(self._memory.get("again", False)),
         )
         if stretch is None:
             return None
@@ -280,7 +281,7 @@ class NamedMethods(BlockOptimizer):
         self.report = walked.report(done, stretch, self.ledger, met.watch.phases)
         (flops,) = self.mesh.add_up([float(self.ledger.repeated)])
         cost = flops + stretch.num_steps * besides(sum(param.numel() for param in params))
-        policy.note_stretch(walked.before - walked.after, cost, state.shared)
+        policy.note_stretch(walked.after, walked.before - walked.after, cost, state.shared)
         if policy.is_trying(state.shared):
             self._prepare_trial(policy, stretch)
         return walked.own_loss
@@ -288,6 +289,8 @@ class NamedMethods(BlockOptimizer):
     def _prepare_trial(self, policy: AdamWalk, stretch: Stretch) -> None:
         """Let Gauss-Newton steps begin where a walk has got to: with its samples, and with little damping."""
         self.policy_state["sampling"].shared.setdefault("size", stretch.num_samples)
+        for own in self.policy_state["walk"].blocks.values():
+            own.pop("offset", None)  # after them it goes on from where they are
         for group in self.param_groups:
             if group["damping"] == self.damping.initial:  # and not set by hand
                 group["damping"] = policy.damping * self.damping.initial

@@ -138,16 +138,17 @@ def take_stretch(
     losses = [_loss_at(check, own) for own in (check.origin, starts, middles, ends)]
     (before,), (first,), (half,), (after,) = read(losses)
     taken, factor = judged = policy.judge(first, half, after)
-    policy.update(stretch, sum(met.sizes), rate, judged, shared)
+    policy.update(stretch, rate, judged, shared)
     if not taken:
         check.move([torch.zeros_like(own) for own in check.origin])
         with torch.no_grad():
             for buffer, value in buffers:
                 buffer.copy_(value)
     else:
-        shown: Sequence[Tensor] = ends
+        found = [(before, check.origin), (after, ends)]
         if factor <= 1:  # where noise has a part in it
-            after, shown = _best_average(check, walkers, after, ends)
+            found += _averages(check, walkers)
+        after, shown = min(found, key=lambda pair: _or_infinity(pair[0]))
         for walker, own in zip(walkers, shown, strict=True):
             state.blocks[walker.block.name] = walker.kept(own)
         check.move([own - origin for own, origin in zip(shown, check.origin, strict=True)])
@@ -189,14 +190,12 @@ def _take_small_steps(
     return buffers
 
 
-def _best_average(
-    check: Point, walkers: Sequence[_Walker], after: float, ends: Sequence[Tensor]
-) -> tuple[float, Sequence[Tensor]]:
-    """The lowest loss and where it is: at the end, in the mean of late small steps, or nearer to before."""
+def _averages(check: Point, walkers: Sequence[_Walker]) -> list[tuple[float, Sequence[Tensor]]]:
+    """The mean of late small steps, and halfway between it and what was shown before, with their losses."""
     late = [own.average() for own in walkers]
     mixed = [(own + shown) / 2 for own, shown in zip(late, check.origin, strict=True)]
     (first,), (second,) = read([_loss_at(check, own) for own in (late, mixed)])
-    return min([(after, ends), (first, late), (second, mixed)], key=lambda pair: _or_infinity(pair[0]))
+    return [(first, late), (second, mixed)]
 
 
 def _loss_at(check: Point, values: Sequence[Tensor]) -> Tensor:

@@ -26,12 +26,14 @@ class Stretch:
         num_steps: Small steps.
         num_samples: Samples of each.
         num_checked: Other samples, on which the loss before and after is compared.
+        most_samples: The most that a small step may have.
         rotation: What the rotations of a small step may cost, in counted operations.
     """
 
     num_steps: int
     num_samples: int
     num_checked: int
+    most_samples: int = 0
     rotation: float = 0.0
 
 
@@ -40,7 +42,14 @@ class Walk(Policy):
 
     @abc.abstractmethod
     def stretch(
-        self, num_available: int, forward: float, num_params: int, positions: int, state: State
+        self,
+        num_available: int,
+        forward: float,
+        num_params: int,
+        positions: int,
+        state: State,
+        *,
+        again: bool = False,
     ) -> Stretch | None:
         """The next part of the walk; none where it is over, or where there are too few samples.
 
@@ -50,6 +59,7 @@ class Walk(Policy):
             num_params: Parameters.
             positions: Predictions of a sample.
             state: What the policy keeps.
+            again: Whether these samples were there before, as those of a set that is trained on.
         """
 
 
@@ -58,7 +68,14 @@ class NoWalk(Walk):
     """With Gauss-Newton steps from the first; the paper's choice."""
 
     def stretch(
-        self, num_available: int, forward: float, num_params: int, positions: int, state: State
+        self,
+        num_available: int,
+        forward: float,
+        num_params: int,
+        positions: int,
+        state: State,
+        *,
+        again: bool = False,
     ) -> Stretch | None:
         return None
 
@@ -72,15 +89,15 @@ class AdamWalk(Walk):
 
     Samples of no small step tell the loss at the start of a stretch, halfway and at its end. A parabola
     through the three has its lowest point at ``t`` times the stretch. Above 1.2 the rate grows by ``t``, at
-    most by ``rise``, and below -0.5 the stretch is undone and the rate halved. Where both ends have the same
-    loss and the middle is lower, ``t`` is 1/2: then the steps go to and fro by noise. So below 0.6 small
-    steps take twice the samples, and where they have the most already, the rate falls by ``change``.
+    most by ``rise``. Where both ends have the same loss and the middle is lower, ``t`` is 1/2: then the steps
+    go to and fro by noise. So below 0.6 small steps take twice the samples. Where they have the most already, and
+    below 0.4, which is too far, the rate falls by ``change``, and below 0 the stretch is undone and the rate halved.
 
     What the walk shows are averages: of the small steps at the end, those of the stretch's second half, and
     halfway between these and what it showed before, the parameters with the lowest loss on those samples.
 
-    Once a stretch gains less for its cost than ``slow`` times what the best ones gained, some Gauss-Newton
-    steps are tried. Where they gain more for their cost, the walk is over for good, and else it goes on for
+    Once four stretches have lowered the loss by less than the share ``slow`` of it, some Gauss-Newton steps are
+    tried. Where they gain more for their cost, the walk is over for good, and else it goes on for
     a while before the next trial.
 
     Args:
@@ -93,7 +110,7 @@ class AdamWalk(Walk):
         change: By what the rate falls.
         max_samples: The most samples of a small step.
         rotation: What the rotations may cost, in gradients; 0 for none.
-        slow: The share of the best gain for its cost at which Gauss-Newton steps are tried.
+        slow: The share of the loss that four stretches must gain, or Gauss-Newton steps are tried.
         trials: How many of them; the first, which damping has not yet adapted to, does not count.
         damping: What damping is multiplied by for these: near a minimum less of it will do.
 
@@ -112,7 +129,7 @@ class AdamWalk(Walk):
     change: float = 1.5
     max_samples: int = 4096
     rotation: float = 1.0
-    slow: float = 0.02
+    slow: float = 0.1
     trials: int = 4
     damping: float = 0.03
 
@@ -141,19 +158,27 @@ class AdamWalk(Walk):
             raise ValueError(f"damping is {self.damping}, but must be above 0 and at most 1.")
 
     def stretch(
-        self, num_available: int, forward: float, num_params: int, positions: int, state: State
+        self,
+        num_available: int,
+        forward: float,
+        num_params: int,
+        positions: int,
+        state: State,
+        *,
+        again: bool = False,
     ) -> Stretch | None:
         if state.get("is_over", False) or self.is_trying(state):
             return None
         # A small step has as many samples as make its gradient cost no less than all else in it.
         least = _power_of_two(besides(num_params) / max(GRADIENT * forward, 1.0), *FEWEST_AND_MOST)
-        number = min(int(state.get("num_samples", least)), max(num_available // 4, least))
         num_checked = min(math.ceil(max(CHECKED / math.sqrt(positions), CHECKED / 4)), num_available // 4)
-        possible = PASSES * ((num_available - num_checked) // number)
-        if possible < FEWEST_STEPS:
+        passes, left = PASSES_OF_A_SET if again else PASSES, num_available - num_checked
+        if passes * (left // least) < FEWEST_STEPS:
             return None
-        num_steps = min(int(state.get("num_steps", self.first_steps)), possible)
-        return Stretch(num_steps, number, num_checked, self.rotation * GRADIENT * forward * least)
+        most = max(min(self.max_samples, left * passes // self.max_steps, left), least)
+        number = min(int(state.get("num_samples", least)), most)
+        num_steps = min(int(state.get("num_steps", self.first_steps)), passes * (left // number))
+        return Stretch(num_steps, number, num_checked, most, self.rotation * GRADIENT * forward * least)
 
     def rate_of(self, num_params: int, state: State) -> float:
         """The rate of the next stretch."""
@@ -167,18 +192,17 @@ class AdamWalk(Walk):
         if bend <= 0:
             return (True, self.rise) if after < before else (False, 0.5)
         lowest = 0.5 * (1 + (before - after) / bend)
-        if lowest < -0.5:
+        if lowest < 0:
             return False, 0.5
-        return True, min(lowest, self.rise) if lowest > 1.2 else 1 / self.change if lowest < 0.6 else 1.0
+        return True, min(lowest, self.rise) if lowest > 1.2 else 1.0 if lowest > 0.6 else max(lowest, 0.2)
 
-    def update(
-        self, stretch: Stretch, num_available: int, rate: float, judged: tuple[bool, float], state: State
-    ) -> None:
+    def update(self, stretch: Stretch, rate: float, judged: tuple[bool, float], state: State) -> None:
         """Change rate, samples and length of the next stretch."""
         taken, factor = judged
         number = stretch.num_samples
-        if taken and factor < 1 and 2 * number <= min(self.max_samples, num_available // 4):
-            number, factor = 2 * number, 1.0
+        if taken and factor < 1:
+            is_noise = factor > 0.4 and 2 * number <= stretch.most_samples
+            number, factor = (2 * number, 1.0) if is_noise else (number, 1 / self.change)
         most = max(int(state.get("num_steps", self.first_steps)), stretch.num_steps)
         state.update(
             rate=rate * factor,
@@ -186,15 +210,15 @@ class AdamWalk(Walk):
             num_steps=min(math.ceil(GROWTH * most), self.max_steps),
         )
 
-    def note_stretch(self, gain: float, cost: float, state: State) -> None:
+    def note_stretch(self, loss: float, gain: float, cost: float, state: State) -> None:
         """Take down what a stretch has gained, and see whether to try Gauss-Newton steps."""
         gains = [*state.get("gains", ()), [gain, cost]][-WINDOW:]
-        pays, num_stretches = _pays(gains), int(state.get("num_stretches", 0)) + 1
-        best = max(float(state.get("best", pays)), pays)
+        num_stretches = int(state.get("num_stretches", 0)) + 1
         walked = float(state.get("walked", 0.0)) + cost
-        state.update(gains=gains, best=best, walked=walked, num_stretches=num_stretches)
+        state.update(gains=gains, walked=walked, num_stretches=num_stretches)
+        is_slow = sum(own for own, _ in gains) < self.slow * abs(loss)
         patient = walked >= PATIENCE * float(state.get("trial_cost", 0.0))
-        if num_stretches >= 2 * WINDOW and pays <= self.slow * best and patient:
+        if num_stretches >= 2 * WINDOW and is_slow and patient:
             state.update(tried=[], walked=0.0)
 
     def is_trying(self, state: State) -> bool:
@@ -236,8 +260,8 @@ FEWEST_STEPS = 10
 CHECKED = 256
 """Samples that a stretch is checked with; a quarter of them where each has many predictions."""
 
-PASSES = 4
-"""How often a stretch may go through a batch."""
+PASSES, PASSES_OF_A_SET = 4, 16
+"""How often a stretch may go through a batch; and through one that comes again, as the set that is trained on."""
 
 GROWTH = 1.4
 """By what stretches grow."""
