@@ -281,7 +281,7 @@ class NamedMethods(BlockOptimizer):
         self.report = walked.report(done, stretch, self.ledger, met.watch.phases)
         (flops,) = self.mesh.add_up([float(self.ledger.repeated)])
         cost = flops + stretch.num_steps * besides(sum(param.numel() for param in params))
-        policy.note_stretch(walked.after, walked.before - walked.after, cost, state.shared)
+        policy.note_stretch(stretch.num_steps, walked.after, walked.before - walked.after, cost, state.shared)
         if policy.is_trying(state.shared):
             self._prepare_trial(policy, stretch)
         return walked.own_loss
@@ -317,8 +317,6 @@ class NamedMethods(BlockOptimizer):
     def _can_walk(self, met: Meeting) -> bool:
         """Whether it is a large sample of a kind that can be shared out among small steps."""
         if met.batch is None or met.given is not None or met.complete or lengths(met.batch):
-            return False
-        if self._memory.get("again", False) and sum(met.sizes) <= FEW_SAMPLES:
             return False
         params = [param for block in met.before.blocks for param in block.params]
         return all(param.dtype == torch.float32 for param in params)

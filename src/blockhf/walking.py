@@ -68,6 +68,7 @@ class _Walker:
             state = {}
         offset = state.get("offset")
         self.block, self.shapes = block, shapes
+        self.is_elsewhere = offset is not None
         self.value = shown.clone() if offset is None else shown + offset.to(shown)
         self.start = self.value.clone()
         self.sides = [Side(*own) for own in state["sides"]] if "sides" in state else sides
@@ -102,7 +103,7 @@ class _Walker:
             "sides": [list(astuple(side)) for side in self.sides],
             "mean": self._mean,
             "square": self._square,
-            "offset": self.value - shown,
+            **({} if shown is self.value else {"offset": self.value - shown}),
             **self._rotation.state(),
         }
 
@@ -135,8 +136,12 @@ def take_stretch(
     buffers = _take_small_steps(policy, stretch, walkers, parts, met, rank, rate, int(shared.get("count", 0)))
     starts, ends = [own.start for own in walkers], [own.value for own in walkers]
     middles = [(start + end) / 2 for start, end in zip(starts, ends, strict=True)]
-    losses = [_loss_at(check, own) for own in (check.origin, starts, middles, ends)]
-    (before,), (first,), (half,), (after,) = read(losses)
+    places = [check.origin, middles, ends]
+    if any(own.is_elsewhere for own in walkers):
+        places.append(starts)
+    losses = [_loss_at(check, own) for own in places]
+    (before,), (half,), (after,), *rest = read(losses)
+    first = rest[0][0] if rest else before
     taken, factor = judged = policy.judge(first, half, after)
     policy.update(stretch, rate, judged, shared)
     if not taken:
@@ -208,14 +213,18 @@ def _or_infinity(value: float) -> float:
 
 def _shared_out(stretch: Stretch, sizes: Sequence[int], seed: int) -> tuple[Role, list[Role]]:
     """Samples to check the stretch with, and those of small steps, which may take turns."""
-    num_parts = min(stretch.num_steps, (sum(sizes) - stretch.num_checked) // stretch.num_samples)
+    num_left = sum(sizes) - (0 if stretch.is_set else stretch.num_checked)
+    num_parts = min(stretch.num_steps, num_left // stretch.num_samples)
     number = num_parts * stretch.num_samples
-    plan = draw_plan(sizes, Sizes(number, number, stretch.num_checked), seed)
-    assert plan.held_out is not None
-    assert plan.gradient.places is not None
+    plan = draw_plan(sizes, Sizes(number, number, 0 if stretch.is_set else stretch.num_checked), seed)
+    checked = (
+        plan.held_out or draw_plan(sizes, Sizes(stretch.num_checked, stretch.num_checked), seed).gradient
+    )
+    places = plan.gradient.places
+    if places is None:  # all of them
+        places = torch.arange(number, device="cpu")
     # Each part is spread over the whole batch, in whatever order that comes.
-    places = plan.gradient.places.view(-1, num_parts).T.contiguous()
-    return plan.held_out, [Role(sizes, own) for own in places]
+    return checked, [Role(sizes, own) for own in places.view(-1, num_parts).T.contiguous()]
 
 
 def _copy(kept: Tensor | None, like: Tensor) -> Tensor:

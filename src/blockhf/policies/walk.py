@@ -25,9 +25,11 @@ class Stretch:
     Attributes:
         num_steps: Small steps.
         num_samples: Samples of each.
-        num_checked: Other samples, on which the loss before and after is compared.
+        num_checked: Samples on which the loss before and after is compared.
         most_samples: The most that a small step may have.
         rotation: What the rotations of a small step may cost, in counted operations.
+        is_set: Whether all samples come again, so that their own loss counts: those that it is compared on may
+            then be walked on too.
     """
 
     num_steps: int
@@ -35,6 +37,7 @@ class Stretch:
     num_checked: int
     most_samples: int = 0
     rotation: float = 0.0
+    is_set: bool = False
 
 
 class Walk(Policy):
@@ -90,15 +93,16 @@ class AdamWalk(Walk):
     Samples of no small step tell the loss at the start of a stretch, halfway and at its end. A parabola
     through the three has its lowest point at ``t`` times the stretch. Above 1.2 the rate grows by ``t``, at
     most by ``rise``. Where both ends have the same loss and the middle is lower, ``t`` is 1/2: then the steps
-    go to and fro by noise. So below 0.6 small steps take twice the samples. Where they have the most already, and
-    below 0.4, which is too far, the rate falls by ``change``, and below 0 the stretch is undone and the rate halved.
+    go to and fro by noise. So below 0.6 small steps take twice the samples. Where they have the most already,
+    and below 0.4, which is too far, the rate falls by ``change``. Below 0 the stretch is undone, and the rate
+    halved.
 
     What the walk shows are averages: of the small steps at the end, those of the stretch's second half, and
     halfway between these and what it showed before, the parameters with the lowest loss on those samples.
 
-    Once four stretches have lowered the loss by less than the share ``slow`` of it, some Gauss-Newton steps are
-    tried. Where they gain more for their cost, the walk is over for good, and else it goes on for
-    a while before the next trial.
+    Once four full stretches lower the loss by less than the share ``slow`` of it, some Gauss-Newton steps
+    are tried. Where they gain more for their cost than the last two stretches did, the walk is over for good.
+    Else it goes on, until it gains less than they did, or has cost several times as much.
 
     Args:
         length: Of the first small steps, over all parameters: it is the rate times the root of their number,
@@ -121,7 +125,7 @@ class AdamWalk(Walk):
     (True, (False, 0.5))
     """
 
-    length: float = 0.5
+    length: float = 1.0
     betas: tuple[float, float] = (0.9, 0.99)
     first_steps: int = 5
     max_steps: int = 50
@@ -172,13 +176,14 @@ class AdamWalk(Walk):
         # A small step has as many samples as make its gradient cost no less than all else in it.
         least = _power_of_two(besides(num_params) / max(GRADIENT * forward, 1.0), *FEWEST_AND_MOST)
         num_checked = min(math.ceil(max(CHECKED / math.sqrt(positions), CHECKED / 4)), num_available // 4)
-        passes, left = PASSES_OF_A_SET if again else PASSES, num_available - num_checked
+        passes, left = (PASSES_OF_A_SET, num_available) if again else (PASSES, num_available - num_checked)
         if passes * (left // least) < FEWEST_STEPS:
             return None
-        most = max(min(self.max_samples, left * passes // self.max_steps, left), least)
+        most = max(min(self.max_samples, left * passes // FEWEST_STEPS, left), least)
         number = min(int(state.get("num_samples", least)), most)
         num_steps = min(int(state.get("num_steps", self.first_steps)), passes * (left // number))
-        return Stretch(num_steps, number, num_checked, most, self.rotation * GRADIENT * forward * least)
+        rotation = self.rotation * GRADIENT * forward * least
+        return Stretch(num_steps, number, num_checked, most, rotation, again)
 
     def rate_of(self, num_params: int, state: State) -> float:
         """The rate of the next stretch."""
@@ -210,15 +215,20 @@ class AdamWalk(Walk):
             num_steps=min(math.ceil(GROWTH * most), self.max_steps),
         )
 
-    def note_stretch(self, loss: float, gain: float, cost: float, state: State) -> None:
+    def note_stretch(self, num_steps: int, loss: float, gain: float, cost: float, state: State) -> None:
         """Take down what a stretch has gained, and see whether to try Gauss-Newton steps."""
-        gains = [*state.get("gains", ()), [gain, cost]][-WINDOW:]
+        gains = [*state.get("gains", ()), [gain, cost, num_steps]][-WINDOW:]
         num_stretches = int(state.get("num_stretches", 0)) + 1
         walked = float(state.get("walked", 0.0)) + cost
         state.update(gains=gains, walked=walked, num_stretches=num_stretches)
-        is_slow = sum(own for own, _ in gains) < self.slow * abs(loss)
-        patient = walked >= PATIENCE * float(state.get("trial_cost", 0.0))
-        if num_stretches >= 2 * WINDOW and is_slow and patient:
+        steps = sum(own for *_, own in gains)
+        is_slow = sum(own for own, *_ in gains) < self.slow * abs(loss) * steps / (WINDOW * self.max_steps)
+        last, cost = state.get("trial", (0.0, 0.0))
+        if (
+            num_stretches >= 2 * WINDOW
+            and is_slow
+            and (walked >= PATIENCE * cost or _pays(gains[-2:]) < last)
+        ):
             state.update(tried=[], walked=0.0)
 
     def is_trying(self, state: State) -> bool:
@@ -233,8 +243,9 @@ class AdamWalk(Walk):
         state["tried"] = tried
         if len(tried) >= self.trials:
             del state["tried"]
-            is_over = _pays(tried[1:]) > MARGIN * _pays(state["gains"])
-            state.update(is_over=is_over, trial_cost=sum(own for _, own in tried))
+            pays = _pays(tried[1:]) / MARGIN
+            is_over = pays > _pays(state["gains"][-2:])
+            state.update(is_over=is_over, trial=[pays, sum(own for _, own in tried)])
 
     def direction(self, gradient: Tensor, mean: Tensor, square: Tensor, count: int) -> Tensor:
         """Of a small step; the averages move in place, and ``count`` is the number of the step from 1."""
@@ -260,8 +271,8 @@ FEWEST_STEPS = 10
 CHECKED = 256
 """Samples that a stretch is checked with; a quarter of them where each has many predictions."""
 
-PASSES, PASSES_OF_A_SET = 4, 16
-"""How often a stretch may go through a batch; and through one that comes again, as the set that is trained on."""
+PASSES, PASSES_OF_A_SET = 2, 16
+"""How often a stretch may go through a batch, and through one that comes again."""
 
 GROWTH = 1.4
 """By what stretches grow."""
@@ -273,8 +284,7 @@ PATIENCE = 5.0
 """A walk goes on for at least so many times the cost of the last trial of Gauss-Newton steps."""
 
 MARGIN = 1.25
-"""Gauss-Newton steps have to gain so much more for their cost: their lengths are fitted to the samples that judge
-them."""
+"""Gauss-Newton steps must gain so much more for their cost: their lengths are fitted to what judges them."""
 
 
 def besides(num_params: int) -> float:
@@ -284,7 +294,7 @@ def besides(num_params: int) -> float:
 
 def _pays(gains: Sequence[Sequence[float]]) -> float:
     """What was gained for its cost."""
-    return sum(gain for gain, _ in gains) / max(sum(cost for _, cost in gains), 1.0)
+    return sum(gain for gain, *_ in gains) / max(sum(cost for _, cost, *_ in gains), 1.0)
 
 
 def _power_of_two(number: float, least: int, most: int) -> int:
