@@ -20,6 +20,9 @@ from blockhf.policy import State
 MEMORY = 0.95
 """Weight of the past in the second moments of the gradients."""
 
+RIDGE = 1e-3
+"""How much of the identity is added to the second moments of one gradient, in their mean diagonal."""
+
 REFRESH = 10
 """Small steps from one refresh of the eigenvectors to the next; the first ones are powers of two."""
 
@@ -125,14 +128,18 @@ class Rotation:
         if is_refreshed(count):
             old = self.back(mean)
             self._bases = [
-                torch.linalg.qr(moments @ basis)[0]  # a power iteration, all vectors together
-                for moments, basis in zip(self._moments, self._bases, strict=True)
+                _nearer(*own, RIDGE / count) for own in zip(self._moments, self._bases, strict=True)
             ]
             mean.copy_(self.there(old))
 
     def there(self, vector: Tensor) -> Tensor:
-        """A flat vector in these coordinates."""
-        return self._turned(vector, [basis.T for basis in self._bases])
+        """A flat vector in these coordinates. What is but rounding there becomes zero, or Adam would make it large."""
+        turned = self._turned(vector, [basis.T for basis in self._bases])
+        for side in self._sides:
+            matrix = side.of(turned)
+            limit = 10 * torch.finfo(matrix.dtype).eps * torch.linalg.vector_norm(matrix)
+            matrix.masked_fill_(matrix.abs() < limit, 0.0)
+        return turned
 
     def back(self, vector: Tensor) -> Tensor:
         """A flat vector of these coordinates as one of the block."""
@@ -146,6 +153,15 @@ class Rotation:
             matrix = side.of(vector)
             matrix.copy_(matrix @ basis.T if side.axis else basis @ matrix)
         return vector
+
+
+def _nearer(moments: Tensor, basis: Tensor, ridge: float) -> Tensor:
+    """A basis that is nearer to the eigenvectors: one step of power iteration, all vectors together.
+
+    A little of the identity decides about directions in which there was no gradient yet.
+    """
+    share = ridge * moments.diagonal().mean()
+    return torch.linalg.qr((moments @ basis).add_(basis * share))[0]
 
 
 def is_refreshed(count: int) -> bool:

@@ -179,7 +179,7 @@ class AdamWalk(Walk):
         passes, left = (PASSES_OF_A_SET, num_available) if again else (PASSES, num_available - num_checked)
         if passes * (left // least) < FEWEST_STEPS:
             return None
-        most = max(min(self.max_samples, left * passes // FEWEST_STEPS, left), least)
+        most = max(min(self.max_samples, left * passes // FEWEST_STEPS, left // 4), least)
         number = min(int(state.get("num_samples", least)), most)
         num_steps = min(int(state.get("num_steps", self.first_steps)), passes * (left // number))
         rotation = self.rotation * GRADIENT * forward * least
@@ -253,7 +253,9 @@ class AdamWalk(Walk):
         mean.lerp_(gradient, 1 - first)
         square.mul_(second).addcmul_(gradient, gradient, value=1 - second)
         root = square.div(1 - second**count).sqrt_().add_(torch.finfo(square.dtype).tiny ** 0.5)
-        return mean.div(root).mul_(-1 / (1 - first**count))
+        # No gradients in a row can make it longer, but rotations that change between them can.
+        longest = (1 - first) / math.sqrt((1 - second) * max(1 - first**2 / second, 1e-3)) if second else 1.0
+        return mean.div(root).mul_(-1 / (1 - first**count)).clamp_(-longest, longest)
 
 
 SMALL_STEP, PER_PARAM = 3e7, 50.0
