@@ -133,7 +133,10 @@ class Rotation:
             mean.copy_(self.there(old))
 
     def there(self, vector: Tensor) -> Tensor:
-        """A flat vector in these coordinates. What is but rounding there becomes zero, or Adam would make it large."""
+        """A flat vector in these coordinates.
+
+        What is but rounding there becomes zero, as Adam would make it as large as all else.
+        """
         turned = self._turned(vector, [basis.T for basis in self._bases])
         for side in self._sides:
             matrix = side.of(turned)

@@ -28,8 +28,8 @@ class Stretch:
         num_checked: Samples on which the loss before and after is compared.
         most_samples: The most that a small step may have.
         rotation: What the rotations of a small step may cost, in counted operations.
-        is_set: Whether all samples come again, so that their own loss counts: those that it is compared on may
-            then be walked on too.
+        is_set: Whether all samples come again, so that their own loss counts: those that it is compared on
+            may then be walked on too.
     """
 
     num_steps: int
