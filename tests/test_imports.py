@@ -26,6 +26,7 @@ FLOORS = [
     {"meshes"},
     {"hints", "meeting", "options", "update"},
     {"bookkeeping", "walking"},
+    {"opening"},
     {"methods"},
     {"optimizer"},
     {"examination", "fitting", "integrations"},

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
 
 from blockhf.batches import (
     batch_size,
@@ -19,13 +17,12 @@ from blockhf.batches import (
     marks,
     proportions,
 )
-from blockhf.bookkeeping import BlockOptimizer
 from blockhf.curvature import Auto, Curvature, Factored, GaussNewton
 from blockhf.curvature.factored import price
 from blockhf.linalg import Cholesky, ConjugateGradient
 from blockhf.meeting import Meeting
 from blockhf.objective import check_objective
-from blockhf.options import PLAN
+from blockhf.opening import Opening
 from blockhf.plan import (
     FEW_SAMPLES,
     WITHOUT_BATCH,
@@ -47,17 +44,12 @@ from blockhf.policies import (
     LevenbergMarquardt,
     NoWalk,
     RelativeDamping,
-    Sampling,
     Search,
-    Stretch,
-    Walk,
 )
-from blockhf.policies.walk import besides
-from blockhf.policy import PolicyState, State
+from blockhf.policy import PolicyState
 from blockhf.preconditioners import Identity
 from blockhf.samples import Structure
-from blockhf.update import BESIDES, Update
-from blockhf.walking import take_stretch
+from blockhf.update import Update
 
 if TYPE_CHECKING:
     from typing import Self  # from Python 3.11 on
@@ -95,7 +87,7 @@ def without_noise() -> dict[str, Any]:
     }
 
 
-class NamedMethods(BlockOptimizer):
+class NamedMethods(Opening):
     """The methods that ``BlockHF`` has by name. All take the options of ``BlockHF``.
 
     Attributes:
@@ -103,22 +95,14 @@ class NamedMethods(BlockOptimizer):
     """
 
     given: set[str]
-    damping: DampingRule
     search: Search
-    sampling: Sampling
-    walk: Walk
     curvature: Curvature
     curvature_batch_size: int | float | None
-    seed: int
     population: int | None
     micro_batch_size: int | None
     _num_still: int = 0
     _replaced: dict[str, Any] | None = None
     """What a batch without noise has put aside."""
-
-    @property
-    def _memory(self) -> State:
-        return self.policy_state[PLAN].shared
 
     def _drawn(self, objective: Any, batch: Any) -> Any:
         """The batch, or new points where a function that draws them is given."""
@@ -246,80 +230,6 @@ class NamedMethods(BlockOptimizer):
         if lengths(met.batch) and (self.micro_batch_size is not None or not self.mesh.is_alone):
             wanted = Sizes(sum(met.sizes), sum(met.sizes))  # or else the parts would not be in proportion
         return replace(draw_plan(met.sizes, wanted, self._draw(), met.given), complete=met.complete)
-
-    def _draw(self) -> int:
-        """The seed of a step's draws."""
-        counts = ("num_updates", "num_rejected", "num_walks")
-        return self.seed + 1 + sum(int(self._memory.get(name, 0)) for name in counts)
-
-    def _walk(self, met: Meeting) -> Tensor | None:
-        """Take a stretch of the walk that a run opens with, unless it is over; the loss before it."""
-        policy, state = self.walk, self.policy_state["walk"]
-        if not isinstance(policy, AdamWalk) or not self._can_walk(met):
-            return None
-        (forward,) = self.mesh.add_up([met.structure.forward_flops or 0.0])
-        stretch = policy.stretch(
-            sum(met.sizes),
-            forward / len(met.sizes),
-            sum(block.size for block in met.before.blocks),
-            met.structure.num_positions,
-            state.shared,
-            again=bool(self._memory.get("again", False)),
-        )
-        if stretch is None:
-            return None
-        with met.watch.phase("walk"):
-            walked = take_stretch(policy, stretch, state, met, self.mesh.rank, self._draw())
-        if not math.isfinite(walked.before):  # a Gauss-Newton step says what is wrong
-            return None
-        self._memory["num_walks"] = self._memory.get("num_walks", 0) + 1
-        params = [param for block in met.before.blocks for param in block.params]
-        done = max(map(self._updates, params)) + 1
-        if walked.taken:
-            for param in params:
-                self.state[param]["step"] = self._updates(param) + 1
-        self.report = walked.report(done, stretch, self.ledger, met.watch.phases)
-        (flops,) = self.mesh.add_up([float(self.ledger.repeated)])
-        cost = flops + stretch.num_steps * besides(sum(param.numel() for param in params))
-        policy.note_stretch(stretch.num_steps, walked.after, walked.before - walked.after, cost, state.shared)
-        if policy.is_trying(state.shared):
-            self._prepare_trial(policy, stretch)
-        return walked.own_loss
-
-    def _prepare_trial(self, policy: AdamWalk, stretch: Stretch) -> None:
-        """Let Gauss-Newton steps begin where a walk has got to: with its samples, and with little damping."""
-        self.policy_state["sampling"].shared.setdefault("size", stretch.num_samples)
-        for own in self.policy_state["walk"].blocks.values():
-            own.pop("offset", None)  # after them it goes on from where they are
-        for group in self.param_groups:
-            if group["damping"] == self.damping.initial:  # and not set by hand
-                group["damping"] = policy.damping * self.damping.initial
-
-    def _walk_rests(self) -> bool:
-        """Whether the walk is over, or waits for a trial of Gauss-Newton steps."""
-        state = self.policy_state["walk"].shared
-        is_trying = isinstance(self.walk, AdamWalk) and self.walk.is_trying(state)
-        return is_trying or bool(state.get("is_over", False))
-
-    def _judge_trial(self, update: Update) -> None:
-        """Tell the walk what a Gauss-Newton step has gained; it may be over now."""
-        policy, state = self.walk, self.policy_state["walk"]
-        if not isinstance(policy, AdamWalk) or not policy.is_trying(state.shared):
-            return
-        choice, gain = update.choice, 0.0
-        if choice is not None and choice.update is not None and choice.loss is not None:
-            gain = (update.value if choice.before is None else choice.before) - choice.loss
-        (flops,) = self.mesh.add_up([float(self.ledger.repeated)])
-        policy.note_step(gain if math.isfinite(gain) else 0.0, flops + BESIDES, state.shared)
-        if state.shared.get("is_over", False):
-            state.blocks.clear()
-
-    def _can_walk(self, met: Meeting) -> bool:
-        """Whether it is a large sample of a kind that can be shared out among small steps."""
-        if met.batch is None or met.given is not None or met.complete or lengths(met.batch):
-            return False
-        params = [param for block in met.before.blocks for param in block.params]
-        return all(param.dtype == torch.float32 for param in params)
 
     @classmethod
     def paper(

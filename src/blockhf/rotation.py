@@ -164,7 +164,8 @@ def _nearer(moments: Tensor, basis: Tensor, ridge: float) -> Tensor:
     A little of the identity decides about directions in which there was no gradient yet.
     """
     share = ridge * moments.diagonal().mean()
-    return torch.linalg.qr((moments @ basis).add_(basis * share))[0]
+    found: Tensor = torch.linalg.qr((moments @ basis).add_(basis * share))[0]
+    return found
 
 
 def is_refreshed(count: int) -> bool:

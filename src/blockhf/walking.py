@@ -32,6 +32,7 @@ class Walked:
         after: The same at the end.
         taken: Whether the parameters moved.
         rate: The rate.
+        num_steps: Small steps of the whole stretch.
     """
 
     own_loss: Tensor
@@ -39,10 +40,11 @@ class Walked:
     after: float
     taken: bool
     rate: float
+    num_steps: int
 
     def report(self, step: int, stretch: Stretch, ledger: Ledger, phases: dict[str, Phase]) -> StepReport:
         """The stretch as a step."""
-        how = f"{stretch.num_steps} small steps of {stretch.num_samples} samples at a rate of {self.rate:.2g}"
+        how = f"{self.num_steps} small steps of {stretch.num_samples} samples at a rate of {self.rate:.2g}"
         return StepReport(
             step=step,
             accepted=self.taken,
@@ -53,6 +55,44 @@ class Walked:
                 **ledger.summary(),
                 "gradient_batch": stretch.num_samples,
                 "held_out_batch": stretch.num_checked,
+                "small_steps": stretch.num_steps,
+            },
+            phases=phases,
+        )
+
+
+@dataclass(frozen=True)
+class Underway:
+    """A part of a stretch that goes over several batches.
+
+    Attributes:
+        own_loss: The objective's own loss at the first of its small steps.
+        loss: The same as a number.
+        rate: The rate.
+        num_taken: Small steps of the stretch so far.
+        num_wanted: Small steps of the whole stretch.
+    """
+
+    own_loss: Tensor
+    loss: float
+    rate: float
+    num_taken: int
+    num_wanted: int
+
+    def report(self, step: int, stretch: Stretch, ledger: Ledger, phases: dict[str, Phase]) -> StepReport:
+        """The part as a step."""
+        words = "small step" if stretch.num_steps == 1 else "small steps"
+        return StepReport(
+            step=step,
+            accepted=True,
+            reason=(
+                f"{stretch.num_steps} {words} of {stretch.num_samples} samples at a rate of {self.rate:.2g}, "
+                f"{self.num_taken} of {self.num_wanted} until they show"
+            ),
+            loss=self.loss,
+            work={
+                **ledger.summary(),
+                "gradient_batch": stretch.num_samples,
                 "small_steps": stretch.num_steps,
             },
             phases=phases,
@@ -70,11 +110,12 @@ class _Walker:
         self.block, self.shapes = block, shapes
         self.is_elsewhere = offset is not None
         self.value = shown.clone() if offset is None else shown + offset.to(shown)
-        self.start = self.value.clone()
+        self.start = shown + state["start"].to(shown) if "start" in state else self.value.clone()
         self.sides = [Side(*own) for own in state["sides"]] if "sides" in state else sides
         self._rotation = Rotation(self.sides, state, shown)
         self._mean, self._square = (_copy(state.get(name), shown) for name in ("mean", "square"))
-        self._total, self._num_added = torch.zeros_like(shown), 0
+        self._num_added = int(state.get("num_added", 0))
+        self._total = _copy(state.get("total"), shown).add_(shown, alpha=self._num_added)
 
     def move(self, policy: AdamWalk, gradient: Tensor, rate: float, count: int, *, adds: bool) -> None:
         """Take a small step, the ``count``-th; ``adds`` it to the average."""
@@ -96,9 +137,15 @@ class _Walker:
         """The mean over the small steps that were added."""
         return self._total / self._num_added
 
-    def kept(self, shown: Tensor) -> State:
-        """What to keep where these are the parameters."""
+    def kept(self, shown: Tensor, *, is_on_its_way: bool = False) -> State:
+        """What to keep where these are the parameters, after a stretch or on its way."""
+        way = {
+            "start": self.start - shown,
+            "total": self._total.sub(shown, alpha=self._num_added),
+            "num_added": self._num_added,
+        }
         return {
+            **(way if is_on_its_way else {}),
             "shapes": self.shapes,
             "sides": [list(astuple(side)) for side in self.sides],
             "mean": self._mean,
@@ -126,24 +173,93 @@ def take_stretch(
     """
     checked, parts = _shared_out(stretch, met.sizes, seed)
     check = met.make_point(*checked.take(met.batch, rank))
-    shared = state.shared
-    sides = affordable_sides(check.blocks, stretch.rotation)
+    walkers = _walkers(stretch, state, check)
+    rate = policy.rate_of(sum(map(len, check.origin)), state.shared)
+    buffers, _ = _take_small_steps(policy, stretch, walkers, parts, met, rank, state.shared, rate)
+    return _conclude(policy, stretch, state, check, walkers, rate, buffers)
+
+
+def take_part(
+    policy: AdamWalk, stretch: Stretch, state: PolicyState, met: Meeting, rank: int, seed: int
+) -> Underway | None:
+    """Take some small steps of a stretch that goes over several batches; arguments as for ``take_stretch``.
+
+    The parameters stay what they are until it is checked, by ``end_stretch``. Where the loss is not finite,
+    nothing has happened, and the result is none.
+    """
+    number, shared = stretch.num_steps * stretch.num_samples, state.shared
+    places = draw_plan(met.sizes, Sizes(number, number), seed).gradient.places
+    shown = [block.values() for block in met.before.blocks]  # which a check may just have moved
     walkers = [
+        _Walker(block, own, sides, state.of(block.name))
+        for block, own, sides in zip(
+            met.before.blocks, shown, affordable_sides(met.before.blocks, stretch.rotation), strict=True
+        )
+    ]
+    rate = policy.rate_of(sum(map(len, shown)), shared)
+    parts = _parts(met.sizes, places, number, stretch.num_steps)
+    buffers, loss = _take_small_steps(policy, stretch, walkers, parts, met, rank, shared, rate)
+    for walker, own in zip(walkers, shown, strict=True):
+        walker.block.assign_(own)
+    ((value,),) = read([loss])
+    if not math.isfinite(value):
+        with torch.no_grad():
+            for buffer, kept in buffers:
+                buffer.copy_(kept)
+        return None
+    shared["num_taken"] = int(shared.get("num_taken", 0)) + stretch.num_steps
+    shared["count"] = int(shared.get("count", 0)) + stretch.num_steps
+    for walker, own in zip(walkers, shown, strict=True):
+        state.blocks[walker.block.name] = walker.kept(own, is_on_its_way=True)
+    wanted = int(shared.get("num_steps", policy.first_steps))
+    return Underway(loss, value, rate, int(shared["num_taken"]), wanted)
+
+
+def end_stretch(
+    policy: AdamWalk, stretch: Stretch, state: PolicyState, met: Meeting, rank: int, seed: int
+) -> Walked:
+    """Check a stretch that went over several batches by new samples; arguments as for ``take_stretch``."""
+    number = stretch.num_checked
+    checked = draw_plan(met.sizes, Sizes(number, number), seed).gradient
+    check = met.make_point(*checked.take(met.batch, rank))
+    walkers = _walkers(stretch, state, check)
+    rate = policy.rate_of(sum(map(len, check.origin)), state.shared)
+    walked = _conclude(policy, stretch, state, check, walkers, rate, [])
+    if not walked.taken:  # what its small steps have left behind may not be a number
+        state.blocks.clear()
+        state.shared["count"] = 0
+    return walked
+
+
+def _walkers(stretch: Stretch, state: PolicyState, check: Point) -> list[_Walker]:
+    sides = affordable_sides(check.blocks, stretch.rotation)
+    return [
         _Walker(block, shown, own, state.of(block.name))
         for block, shown, own in zip(check.blocks, check.origin, sides, strict=True)
     ]
-    rate = policy.rate_of(sum(map(len, check.origin)), shared)
-    buffers = _take_small_steps(policy, stretch, walkers, parts, met, rank, rate, int(shared.get("count", 0)))
+
+
+def _conclude(
+    policy: AdamWalk,
+    stretch: Stretch,
+    state: PolicyState,
+    check: Point,
+    walkers: Sequence[_Walker],
+    rate: float,
+    buffers: Sequence[tuple[Tensor, Tensor]],
+) -> Walked:
+    """Judge a stretch by the samples of a point, and show what has the lowest loss there, or undo it."""
     starts, ends = [own.start for own in walkers], [own.value for own in walkers]
     middles = [(start + end) / 2 for start, end in zip(starts, ends, strict=True)]
     places = [check.origin, middles, ends]
-    if any(own.is_elsewhere for own in walkers):
+    if stretch.ends or any(own.is_elsewhere for own in walkers):
         places.append(starts)
     losses = [_loss_at(check, own) for own in places]
     (before,), (half,), (after,), *rest = read(losses)
     first = rest[0][0] if rest else before
+    num_steps = int(state.shared["num_taken"]) if stretch.ends else stretch.num_steps
     taken, factor = judged = policy.judge(first, half, after)
-    policy.update(stretch, rate, judged, shared)
+    policy.update(stretch, rate, judged, state.shared)
     if not taken:
         check.move([torch.zeros_like(own) for own in check.origin])
         with torch.no_grad():
@@ -157,10 +273,11 @@ def take_stretch(
         for walker, own in zip(walkers, shown, strict=True):
             state.blocks[walker.block.name] = walker.kept(own)
         check.move([own - origin for own, origin in zip(shown, check.origin, strict=True)])
-        shared["count"] = int(shared.get("count", 0)) + stretch.num_steps
+        if not stretch.ends:
+            state.shared["count"] = int(state.shared.get("count", 0)) + stretch.num_steps
         check.refresh_statistics()
     own_loss = losses[0] - check.penalty(losses[0])
-    return Walked(own_loss, before, after if taken else before, taken, rate)
+    return Walked(own_loss, before, after if taken else before, taken, rate, num_steps)
 
 
 def _take_small_steps(
@@ -170,11 +287,14 @@ def _take_small_steps(
     parts: Sequence[Role],
     met: Meeting,
     rank: int,
+    shared: State,
     rate: float,
-    count: int,
-) -> list[tuple[Tensor, Tensor]]:
-    """Walk; the result are the buffers of the model, with what they held before."""
+) -> tuple[list[tuple[Tensor, Tensor]], Tensor]:
+    """Walk; the result are the buffers of the model, with what they held before, and the first loss."""
     buffers: list[tuple[Tensor, Tensor]] = []
+    losses: list[Tensor] = []
+    count, before = int(shared.get("count", 0)), int(shared.get("num_taken", 0)) if stretch.is_part else 0
+    whole = int(shared.get("num_steps", policy.first_steps)) if stretch.is_part else stretch.num_steps
     for walker in walkers:
         walker.block.assign_(walker.value)
     for number in range(stretch.num_steps):
@@ -184,15 +304,16 @@ def _take_small_steps(
         if number == 0:
             met.before.protect(point.buffers)
             buffers = [(buffer, buffer.clone()) for buffer in point.buffers]
+            losses.append(point.own_loss)
         point.commit(None)
-        is_late = 2 * number >= stretch.num_steps
+        is_late = 2 * (before + number) >= whole
         for walker, own, group in zip(walkers, gradient, met.groups, strict=True):
             walker.move(policy, own, rate * float(group["lr"]), count + number + 1, adds=is_late)
     for walker, group in zip(walkers, met.groups, strict=True):
-        walker.decay(shrinkage(group))
+        walker.decay(shrinkage(group) * stretch.num_steps / whole)
     flops = (rotation_flops(own.sides, count + 1, count + stretch.num_steps) for own in walkers)
     point.samples.ledger.add("rotation", sum(flops))
-    return buffers
+    return buffers, losses[0]
 
 
 def _averages(check: Point, walkers: Sequence[_Walker]) -> list[tuple[float, Sequence[Tensor]]]:
@@ -220,11 +341,14 @@ def _shared_out(stretch: Stretch, sizes: Sequence[int], seed: int) -> tuple[Role
     checked = (
         plan.held_out or draw_plan(sizes, Sizes(stretch.num_checked, stretch.num_checked), seed).gradient
     )
-    places = plan.gradient.places
-    if places is None:  # all of them
+    return checked, _parts(sizes, plan.gradient.places, number, num_parts)
+
+
+def _parts(sizes: Sequence[int], places: Tensor | None, number: int, num_parts: int) -> list[Role]:
+    """So many samples, or all, in parts that are each spread over the whole batch, in whatever order."""
+    if places is None:
         places = torch.arange(number, device="cpu")
-    # Each part is spread over the whole batch, in whatever order that comes.
-    return checked, [Role(sizes, own) for own in places.view(-1, num_parts).T.contiguous()]
+    return [Role(sizes, own) for own in places.view(-1, num_parts).T.contiguous()]
 
 
 def _copy(kept: Tensor | None, like: Tensor) -> Tensor:

@@ -87,7 +87,7 @@ def walked(walk: AdamWalk, gain: float, number: int = 8) -> dict[str, Any]:
     """The state after some stretches from a loss of 1, with a cost of 100 each."""
     state: dict[str, Any] = {}
     for _ in range(number):
-        walk.note_stretch(50, 1.0, gain, 100.0, state)
+        walk.note_stretch(60_000, 50, 1.0, gain, 100.0, state)
     return state
 
 
@@ -98,7 +98,7 @@ def test_gauss_newton_steps_are_tried_where_the_walk_gains_little_of_the_loss(un
         state: dict[str, Any] = {}
         for number in range(8):
             assert not walk.is_trying(state), number
-            walk.note_stretch(50, unit, gain * unit, 100.0, state)
+            walk.note_stretch(60_000, 50, unit, gain * unit, 100.0, state)
         assert walk.is_trying(state) == is_slow
         assert (walk.stretch(60_000, 1e6, 1000, 1, state) is None) == is_slow
 
@@ -124,7 +124,7 @@ def test_they_are_tried_again_once_the_walk_gains_less_or_has_cost_more() -> Non
             walk.note_step(own, 100.0, state)
         found = 0
         while not walk.is_trying(state):
-            walk.note_stretch(50, 1.0, gain, 100.0, state)
+            walk.note_stretch(60_000, 50, 1.0, gain, 100.0, state)
             found += 1
         assert found == number
 

@@ -30,6 +30,8 @@ class Stretch:
         rotation: What the rotations of a small step may cost, in counted operations.
         is_set: Whether all samples come again, so that their own loss counts: those that it is compared on
             may then be walked on too.
+        is_part: Whether it goes over several batches: these small steps are a part of it.
+        ends: Whether the last one is to be checked, before any small step.
     """
 
     num_steps: int
@@ -38,6 +40,8 @@ class Stretch:
     most_samples: int = 0
     rotation: float = 0.0
     is_set: bool = False
+    is_part: bool = False
+    ends: bool = False
 
 
 class Walk(Policy):
@@ -53,6 +57,7 @@ class Walk(Policy):
         state: State,
         *,
         again: bool = False,
+        joins: bool = False,
     ) -> Stretch | None:
         """The next part of the walk; none where it is over, or where there are too few samples.
 
@@ -63,6 +68,7 @@ class Walk(Policy):
             positions: Predictions of a sample.
             state: What the policy keeps.
             again: Whether these samples were there before, as those of a set that is trained on.
+            joins: Whether batches are new ones, so that a stretch may go over several.
         """
 
 
@@ -79,6 +85,7 @@ class NoWalk(Walk):
         state: State,
         *,
         again: bool = False,
+        joins: bool = False,
     ) -> Stretch | None:
         return None
 
@@ -94,8 +101,10 @@ class AdamWalk(Walk):
     through the three has its lowest point at ``t`` times the stretch. Above 1.2 the rate grows by ``t``, at
     most by ``rise``. Where both ends have the same loss and the middle is lower, ``t`` is 1/2: then the steps
     go to and fro by noise. So below 0.6 small steps take twice the samples. Where they have the most already,
-    and below 0.4, which is too far, the rate falls by ``change``. Below 0 the stretch is undone, and the rate
-    halved.
+    and below 0.4, which is too far, the rate falls by ``change``, and stretches grow as much. Below 0 the
+    stretch is undone, and the rate halved.
+
+    Where batches are too small for a stretch, it goes over several of them, and the next one tells the loss.
 
     What the walk shows are averages: of the small steps at the end, those of the stretch's second half, and
     halfway between these and what it showed before, the parameters with the lowest loss on those samples.
@@ -170,6 +179,7 @@ class AdamWalk(Walk):
         state: State,
         *,
         again: bool = False,
+        joins: bool = False,
     ) -> Stretch | None:
         if state.get("is_over", False) or self.is_trying(state):
             return None
@@ -177,12 +187,19 @@ class AdamWalk(Walk):
         least = _power_of_two(besides(num_params) / max(GRADIENT * forward, 1.0), *FEWEST_AND_MOST)
         num_checked = min(math.ceil(max(CHECKED / math.sqrt(positions), CHECKED / 4)), num_available // 4)
         passes, left = (PASSES_OF_A_SET, num_available) if again else (PASSES, num_available - num_checked)
+        rotation = self.rotation * GRADIENT * forward * least
+        wanted, taken = int(state.get("num_steps", self.first_steps)), int(state.get("num_taken", 0))
+        number = min(int(state.get("num_samples", least)), num_available)
+        if joins and (taken > 0 or wanted * number > left):
+            most = min(self.max_samples, num_available)
+            num_checked = min(4 * num_checked, CHECKED, num_available)
+            num_steps = min(wanted - taken, num_available // number)
+            return Stretch(num_steps, number, num_checked, most, rotation, is_part=True, ends=taken >= wanted)
         if passes * (left // least) < FEWEST_STEPS:
             return None
         most = max(min(self.max_samples, left * passes // FEWEST_STEPS, left // 4), least)
         number = min(int(state.get("num_samples", least)), most)
-        num_steps = min(int(state.get("num_steps", self.first_steps)), passes * (left // number))
-        rotation = self.rotation * GRADIENT * forward * least
+        num_steps = min(wanted, passes * (left // number))
         return Stretch(num_steps, number, num_checked, most, rotation, again)
 
     def rate_of(self, num_params: int, state: State) -> float:
@@ -205,17 +222,20 @@ class AdamWalk(Walk):
         """Change rate, samples and length of the next stretch."""
         taken, factor = judged
         number = stretch.num_samples
-        if taken and factor < 1:
-            is_noise = factor > 0.4 and 2 * number <= stretch.most_samples
-            number, factor = (2 * number, 1.0) if is_noise else (number, 1 / self.change)
         most = max(int(state.get("num_steps", self.first_steps)), stretch.num_steps)
-        state.update(
-            rate=rate * factor,
-            num_samples=number,
-            num_steps=min(math.ceil(GROWTH * most), self.max_steps),
-        )
+        num_steps = max(min(math.ceil(GROWTH * most), self.max_steps), most)
+        if taken and 0.4 < factor < 1 and 2 * number <= stretch.most_samples:
+            number, factor = 2 * number, 1.0
+        elif taken and factor < 1:
+            factor, longest = 1 / self.change, LONGEST * self.max_steps
+            num_steps = (
+                min(math.ceil(self.change * num_steps), longest) if most >= self.max_steps else num_steps
+            )
+        state.update(rate=rate * factor, num_samples=number, num_steps=num_steps, num_taken=0)
 
-    def note_stretch(self, num_steps: int, loss: float, gain: float, cost: float, state: State) -> None:
+    def note_stretch(
+        self, num_available: int, num_steps: int, loss: float, gain: float, cost: float, state: State
+    ) -> None:
         """Take down what a stretch has gained, and see whether to try Gauss-Newton steps."""
         gains = [*state.get("gains", ()), [gain, cost, num_steps]][-WINDOW:]
         num_stretches = int(state.get("num_stretches", 0)) + 1
@@ -278,6 +298,12 @@ PASSES, PASSES_OF_A_SET = 2, 16
 
 GROWTH = 1.4
 """By what stretches grow."""
+
+LONGEST = 8
+"""Stretches grow on as rates fall, up to so many times the usual length."""
+
+ENOUGH = 1024
+"""Gauss-Newton steps are tried on batches of so many samples: with fewer none tell how far they lead."""
 
 WINDOW = 4
 """Stretches over which gain and cost are added up."""

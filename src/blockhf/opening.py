@@ -1,0 +1,143 @@
+"""How a run opens: with a walk, and trials of Gauss-Newton steps, until these take over."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from blockhf.batches import lengths
+from blockhf.bookkeeping import BlockOptimizer
+from blockhf.meeting import Meeting
+from blockhf.options import PLAN
+from blockhf.policies import AdamWalk, DampingRule, Sampling, Stretch, Walk
+from blockhf.policies.walk import besides
+from blockhf.policy import State
+from blockhf.update import BESIDES, Update
+from blockhf.walking import Walked, end_stretch, take_part, take_stretch
+
+
+class Opening(BlockOptimizer):
+    """An optimizer whose runs open with a walk."""
+
+    damping: DampingRule
+    sampling: Sampling
+    walk: Walk
+    seed: int
+
+    @property
+    def _memory(self) -> State:
+        return self.policy_state[PLAN].shared
+
+    def _draw(self) -> int:
+        """The seed of a step's draws."""
+        counts = ("num_updates", "num_rejected", "num_walks")
+        return self.seed + 1 + sum(int(self._memory.get(name, 0)) for name in counts)
+
+    def _walk(self, met: Meeting) -> Tensor | None:
+        """Take small steps, unless the walk is over; the loss before them."""
+        policy, state = self.walk, self.policy_state["walk"]
+        if not isinstance(policy, AdamWalk) or not self._can_walk(met):
+            return None
+        part = stretch = self._stretch(policy, met)
+        if stretch is None:
+            return None
+        walked: Walked | None = None
+        with met.watch.phase("walk"):
+            if stretch.ends or not stretch.is_part:
+                take = end_stretch if stretch.ends else take_stretch
+                walked = take(policy, stretch, state, met, self.mesh.rank, self._draw())
+                if not math.isfinite(walked.before):  # a Gauss-Newton step says what is wrong
+                    return None
+                self._note_stretch(policy, stretch, met, walked)
+                part = self._stretch(policy, met) if stretch.ends else None
+            taken = None
+            if part is not None and part.is_part:
+                taken = take_part(policy, part, state, met, self.mesh.rank, self._draw())
+                if taken is None and walked is None:
+                    return None
+                if taken is not None:
+                    self._note_cost(part, met)
+        self._memory["num_walks"] = self._memory.get("num_walks", 0) + 1
+        params = [param for block in met.before.blocks for param in block.params]
+        done = max(map(self._updates, params)) + 1
+        if walked is None or walked.taken:
+            for param in params:
+                self.state[param]["step"] = self._updates(param) + 1
+        if walked is not None:
+            self.report = walked.report(done, stretch, self.ledger, met.watch.phases)
+            if taken is not None and part is not None:
+                self.report.work["small_steps"] += part.num_steps
+            return walked.own_loss
+        assert taken is not None
+        self.report = taken.report(done, stretch, self.ledger, met.watch.phases)
+        return taken.own_loss
+
+    def _stretch(self, policy: AdamWalk, met: Meeting) -> Stretch | None:
+        """The next stretch, or part of one."""
+        (forward,) = self.mesh.add_up([met.structure.forward_flops or 0.0])
+        return policy.stretch(
+            sum(met.sizes),
+            forward / len(met.sizes),
+            sum(block.size for block in met.before.blocks),
+            met.structure.num_positions,
+            self.policy_state["walk"].shared,
+            again=bool(self._memory.get("again", False)),
+            joins=bool(self._memory.get("differs", False)),
+        )
+
+    def _cost(self, num_steps: int, met: Meeting) -> float:
+        """What this step has cost so far, with so many small steps."""
+        (flops,) = self.mesh.add_up([float(self.ledger.repeated)])
+        return float(flops + num_steps * besides(sum(block.size for block in met.before.blocks)))
+
+    def _note_cost(self, part: Stretch, met: Meeting) -> None:
+        """Take down what a part of a stretch has cost."""
+        state = self.policy_state["walk"].shared
+        state["part_cost"] = float(state.get("part_cost", 0.0)) + self._cost(part.num_steps, met)
+
+    def _note_stretch(self, policy: AdamWalk, stretch: Stretch, met: Meeting, walked: Walked) -> None:
+        """Tell the policy what a stretch has gained; where it tries Gauss-Newton steps now, prepare them.
+
+        They begin where the walk has got to: with as many samples, and with little damping.
+        """
+        state = self.policy_state["walk"]
+        cost = float(state.shared.pop("part_cost", 0.0)) + self._cost(stretch.num_steps, met)
+        policy.note_stretch(
+            sum(met.sizes), walked.num_steps, walked.after, walked.before - walked.after, cost, state.shared
+        )
+        if not policy.is_trying(state.shared):
+            return
+        self.policy_state["sampling"].shared.setdefault("size", stretch.num_samples)
+        for own in state.blocks.values():
+            own.pop("offset", None)  # after them it goes on from where they are
+        for group in self.param_groups:
+            if group["damping"] == self.damping.initial:  # and not set by hand
+                group["damping"] = policy.damping * self.damping.initial
+
+    def _walk_rests(self) -> bool:
+        """Whether the walk is over, or waits for a trial of Gauss-Newton steps."""
+        state = self.policy_state["walk"].shared
+        is_trying = isinstance(self.walk, AdamWalk) and self.walk.is_trying(state)
+        return is_trying or bool(state.get("is_over", False))
+
+    def _judge_trial(self, update: Update) -> None:
+        """Tell the walk what a Gauss-Newton step has gained; it may be over now."""
+        policy, state = self.walk, self.policy_state["walk"]
+        if not isinstance(policy, AdamWalk) or not policy.is_trying(state.shared):
+            return
+        choice, gain = update.choice, 0.0
+        if choice is not None and choice.update is not None and choice.loss is not None:
+            gain = (update.value if choice.before is None else choice.before) - choice.loss
+        (flops,) = self.mesh.add_up([float(self.ledger.repeated)])
+        policy.note_step(gain if math.isfinite(gain) else 0.0, flops + BESIDES, state.shared)
+        if state.shared.get("is_over", False):
+            state.blocks.clear()
+
+    def _can_walk(self, met: Meeting) -> bool:
+        """Whether it is a sample of a kind that can be shared out among small steps."""
+        if met.batch is None or met.given is not None or met.complete or lengths(met.batch):
+            return False
+        params = [param for block in met.before.blocks for param in block.params]
+        return all(param.dtype == torch.float32 for param in params)
