@@ -190,7 +190,7 @@ class AdamWalk(Walk):
         rotation = self.rotation * GRADIENT * forward * least
         wanted, taken = int(state.get("num_steps", self.first_steps)), int(state.get("num_taken", 0))
         number = min(int(state.get("num_samples", least)), num_available)
-        if joins and (taken > 0 or wanted * number > left):
+        if joins and (taken > 0 or wanted * number > passes * left):
             most = min(self.max_samples, num_available)
             num_checked = min(4 * num_checked, CHECKED, num_available)
             num_steps = min(wanted - taken, num_available // number)
