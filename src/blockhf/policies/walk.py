@@ -299,7 +299,7 @@ PASSES, PASSES_OF_A_SET = 2, 16
 GROWTH = 1.4
 """By what stretches grow."""
 
-LONGEST = 8
+LONGEST = 4
 """Stretches grow on as rates fall, up to so many times the usual length."""
 
 ENOUGH = 1024
