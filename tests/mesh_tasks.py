@@ -14,6 +14,7 @@ from torch.nn import functional as F
 
 import blockhf
 from blockhf import (
+    AdamWalk,
     AllSamples,
     BlockHF,
     Diagonal,
@@ -423,7 +424,7 @@ def noisy() -> dict[str, Any]:
     }
 
 
-def walk(mesh: Any = None, rank: int = 0, num_ranks: int = 1) -> dict[str, Any]:
+def walk(mesh: Any = None, rank: int = 0, num_ranks: int = 1, rotation: float = 1.0) -> dict[str, Any]:
     """The default's first steps, which are stretches of small ones, with every rank's part of a batch."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(5, 16), nn.Tanh(), nn.Linear(16, 1))
@@ -434,17 +435,20 @@ def walk(mesh: Any = None, rank: int = 0, num_ranks: int = 1) -> dict[str, Any]:
         outputs = model(batch[0])
         return outputs, F.mse_loss(outputs, batch[1])
 
-    optimizer = BlockHF(blocks.by_layer(model), mesh=mesh)
-    reasons = []
+    optimizer = BlockHF(blocks.by_layer(model), mesh=mesh, walk=AdamWalk(rotation=rotation))
+    reasons, losses = [], []
     for _ in range(3):
         optimizer.step(objective, batch)
         assert optimizer.report is not None
-        reasons.append(optimizer.report.reason)
-    return {"reasons": reasons, "parameters": flat(list(model.parameters()))}
+        reasons.append(optimizer.report.reason.split(" at ")[0])
+        losses.append(optimizer.report.loss_after)
+    return {"reasons": reasons, "losses": losses, "parameters": flat(list(model.parameters()))}
 
 
-def walking() -> dict[str, Any]:
-    return walk(blockhf.mesh(2, 1), dist.get_rank(), 2)
+def walking() -> dict[float, dict[str, Any]]:
+    """With and without rotations."""
+    mesh = blockhf.mesh(2, 1)
+    return {rotation: walk(mesh, dist.get_rank(), 2, rotation) for rotation in (0.0, 1.0)}
 
 
 def killed(where: str, shape: tuple[int, int]) -> None:

@@ -267,13 +267,17 @@ def test_ranks_agree_on_the_number_of_samples(pair: Pair) -> None:
     assert "solved by rank" in first["report"]
 
 
-def test_ranks_walk_as_one_process_does(pair: Pair) -> None:
-    first, second = pair("walking")
-    alone = mesh_tasks.walk()
+@pytest.mark.parametrize(("rotation", "rtol"), [(0.0, 1e-4), (1.0, 1e-2)])
+def test_ranks_walk_as_one_process_does(pair: Pair, rotation: float, rtol: float) -> None:
+    """Sums come in another order, and rotations let rounding grow, where there were no gradients yet."""
+    first, second = (own[rotation] for own in pair("walking"))
+    alone = mesh_tasks.walk(rotation=rotation)
     assert first["reasons"] == second["reasons"] == alone["reasons"]
     assert all("small steps" in reason for reason in alone["reasons"])
     assert torch.equal(first["parameters"], second["parameters"])
-    torch.testing.assert_close(first["parameters"], alone["parameters"], rtol=1e-3, atol=1e-4)
+    assert first["losses"] == pytest.approx(alone["losses"], rel=rtol)
+    if rotation == 0:
+        torch.testing.assert_close(first["parameters"], alone["parameters"], rtol=1e-3, atol=1e-4)
 
 
 @pytest.mark.parametrize(
