@@ -7,15 +7,20 @@ import math
 import torch
 from torch import Tensor
 
-from blockhf.batches import lengths
+from blockhf.batches import lengths, stratified, without
 from blockhf.bookkeeping import BlockOptimizer
 from blockhf.meeting import Meeting
 from blockhf.options import PLAN
+from blockhf.plan import Role
 from blockhf.policies import AdamWalk, DampingRule, Sampling, Stretch, Walk
 from blockhf.policies.walk import besides
 from blockhf.policy import State
+from blockhf.scalars import read
 from blockhf.update import BESIDES, Update
 from blockhf.walking import Walked, end_stretch, take_part, take_stretch
+
+TRIED = 1024
+"""Samples that tell, at the most, what a Gauss-Newton step on trial has gained."""
 
 
 class Opening(BlockOptimizer):
@@ -122,18 +127,38 @@ class Opening(BlockOptimizer):
         is_trying = isinstance(self.walk, AdamWalk) and self.walk.is_trying(state)
         return is_trying or bool(state.get("is_over", False))
 
-    def _judge_trial(self, update: Update) -> None:
+    def _judge_trial(self, met: Meeting, update: Update) -> None:
         """Tell the walk what a Gauss-Newton step has gained; it may be over now."""
         policy, state = self.walk, self.policy_state["walk"]
         if not isinstance(policy, AdamWalk) or not policy.is_trying(state.shared):
             return
-        choice, gain = update.choice, 0.0
-        if choice is not None and choice.update is not None and choice.loss is not None:
-            gain = (update.value if choice.before is None else choice.before) - choice.loss
         (flops,) = self.mesh.add_up([float(self.ledger.repeated)])
-        policy.note_step(gain if math.isfinite(gain) else 0.0, flops + BESIDES, state.shared)
+        with self.ledger.once():
+            gain = self._gained(met, update)
+        policy.note_step(gain, flops + BESIDES, state.shared)
         if state.shared.get("is_over", False):
             state.blocks.clear()
+
+    def _gained(self, met: Meeting, update: Update) -> float:
+        """By how much a step has lowered the loss of samples that it did not see, or of a set's own.
+
+        That of those held out will not do, as the lengths of its directions were fitted to them.
+        """
+        total, plan = sum(met.sizes), update.plan
+        roles = [role.places for role in (plan.gradient, plan.held_out) if role is not None]
+        others = torch.arange(total, device="cpu")
+        if not self._memory.get("again", False) and all(places is not None for places in roles):
+            others = without(torch.cat([places for places in roles if places is not None]), total)
+        number = min(TRIED, len(others))
+        generator = torch.Generator("cpu").manual_seed(self._draw())
+        role = Role(met.sizes, others[stratified(number, len(others), generator)])
+        now = [block.values() for block in met.before.blocks]
+        point = met.make_point(*role.take(met.batch, self.mesh.rank), now)
+        back = [old - new for old, new in zip(met.before.origin, now, strict=True)]
+        (before,), (after,) = read(
+            [point.loss_at(back), point.loss_at([torch.zeros_like(own) for own in now])]
+        )
+        return before - after if math.isfinite(before - after) else 0.0
 
     def _can_walk(self, met: Meeting) -> bool:
         """Whether it is a sample of a kind that can be shared out among small steps."""

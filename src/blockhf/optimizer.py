@@ -214,6 +214,7 @@ class BlockHF(NamedMethods):
             update = self._begin(met)
             update.differentiate()
             if update.take_back(self.search, self.policy_state["search"]):
+                self._judge_trial(met, update)
                 return self._finish(update, accepted=False)
             self._find_directions(update, stack)
             if not update.failed:
@@ -225,6 +226,7 @@ class BlockHF(NamedMethods):
                 update.curvature.refresh_statistics()
             if not update.is_sound:
                 before.put_back()
+            self._judge_trial(met, update)
             return self._finish(update, accepted=not update.failed)
 
     @torch.enable_grad()
@@ -423,7 +425,6 @@ class BlockHF(NamedMethods):
         self._num_still = update.count_still(self._num_still)
         if update.is_sound:
             self._note_price(update)
-        self._judge_trial(update)
         if update.is_sound and self._memory.get("is_drawn"):
             num_params = sum(block.size for block in update.blocks)
             learn(

@@ -61,11 +61,11 @@ STRETCH = Stretch(50, 64, 256, most_samples=128)
         (STRETCH, (True, 1.0), 0.01, 64),
         (STRETCH, (True, 0.5), 0.01, 128),  # noise: more samples
         (Stretch(50, 128, 256, most_samples=128), (True, 0.5), 0.01 / 1.5, 128),  # as many as there may be
-        (STRETCH, (True, 0.3), 0.01 / 1.5, 64),  # too far, which more samples would not mend
+        (STRETCH, (True, 0.3), 0.01 / 1.5, 128),  # too far, or much noise
         (STRETCH, (False, 0.5), 0.005, 64),
     ],
 )
-def test_noise_is_met_by_samples_and_steps_too_far_by_the_rate(
+def test_noise_is_met_by_samples_and_steps_that_are_too_far_by_the_rate_as_well(
     stretch: Stretch, judged: tuple[bool, float], rate: float, samples: int
 ) -> None:
     state: dict[str, Any] = {"num_samples": stretch.num_samples, "rate": 0.01}

@@ -100,9 +100,9 @@ class AdamWalk(Walk):
     Samples of no small step tell the loss at the start of a stretch, halfway and at its end. A parabola
     through the three has its lowest point at ``t`` times the stretch. Above 1.2 the rate grows by ``t``, at
     most by ``rise``. Where both ends have the same loss and the middle is lower, ``t`` is 1/2: then the steps
-    go to and fro by noise. So below 0.6 small steps take twice the samples. Where they have the most already,
-    and below 0.4, which is too far, the rate falls by ``change``, and stretches grow as much. Below 0 the
-    stretch is undone, and the rate halved.
+    go to and fro by noise. So below 0.6 small steps take twice the samples. Below 0.4, which is too far, the
+    rate falls by ``change``. Where they have the most samples already, it falls too, and stretches grow as
+    much. Below 0 the stretch is undone, and the rate halved.
 
     Where batches are too small for a stretch, it goes over several of them, and the next one tells the loss.
 
@@ -224,13 +224,12 @@ class AdamWalk(Walk):
         number = stretch.num_samples
         most = max(int(state.get("num_steps", self.first_steps)), stretch.num_steps)
         num_steps = max(min(math.ceil(GROWTH * most), self.max_steps), most)
-        if taken and 0.4 < factor < 1 and 2 * number <= stretch.most_samples:
-            number, factor = 2 * number, 1.0
-        elif taken and factor < 1:
-            factor, longest = 1 / self.change, LONGEST * self.max_steps
-            num_steps = (
-                min(math.ceil(self.change * num_steps), longest) if most >= self.max_steps else num_steps
-            )
+        if taken and factor < 1:
+            is_noise = 2 * number <= stretch.most_samples
+            number = 2 * number if is_noise else number
+            factor = 1.0 if is_noise and factor > 0.4 else 1 / self.change
+            if not is_noise and most >= self.max_steps:
+                num_steps = min(math.ceil(self.change * num_steps), LONGEST * self.max_steps)
         state.update(rate=rate * factor, num_samples=number, num_steps=num_steps, num_taken=0)
 
     def note_stretch(
