@@ -142,13 +142,16 @@ class Opening(BlockOptimizer):
     def _gained(self, met: Meeting, update: Update) -> float:
         """By how much a step has lowered the loss of samples that it did not see, or of a set's own.
 
-        That of those held out will not do, as the lengths of its directions were fitted to them.
+        That of those held out will not do, as the lengths of its directions were fitted to them. Where it has
+        seen all but a few, any samples have to do.
         """
         total, plan = sum(met.sizes), update.plan
-        roles = [role.places for role in (plan.gradient, plan.held_out) if role is not None]
         others = torch.arange(total, device="cpu")
-        if not self._memory.get("again", False) and all(places is not None for places in roles):
-            others = without(torch.cat([places for places in roles if places is not None]), total)
+        roles = [role.places for role in (plan.gradient, plan.held_out) if role is not None]
+        seen = [places for places in roles if places is not None]
+        if not self._memory.get("again", False) and len(seen) == len(roles):
+            unseen = without(torch.cat(seen), total)
+            others = unseen if 8 * len(unseen) >= TRIED else others
         number = min(TRIED, len(others))
         generator = torch.Generator("cpu").manual_seed(self._draw())
         role = Role(met.sizes, others[stratified(number, len(others), generator)])
