@@ -73,7 +73,7 @@ def test_the_readme_shows_what_its_program_prints(capsys: pytest.CaptureFixture[
     assert len(printed) == 30
     assert [line.split(":")[0] for line in shown[:2]] == ["step 1", "step 2"]
     form = re.compile(
-        r"step \d+: loss [\d.]+(, held out [\d.]+)? -> [\d.]+; .*(CG|small) steps.*; [\d.]+ s(;.*)?"
+        r"step \d+: loss [\d.]+(, held out [\d.]+)?( -> [\d.]+)?; .*(CG|small) steps.*; [\d.]+ s(;.*)?"
     )
     assert all(form.fullmatch(line) for line in (*printed[:2], *printed[-2:], *shown))
     losses = [float(line.split()[3].rstrip(",")) for line in printed]

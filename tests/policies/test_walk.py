@@ -141,10 +141,10 @@ def test_small_steps_have_samples_by_what_a_sample_costs() -> None:
         assert found is not None
         return found.num_steps, found.num_samples, found.num_checked
 
-    assert sizes(60_000, 1e8, 10**6, 1) == (5, 32, 256)
+    assert sizes(60_000, 1e8, 10**6, 1) == (5, 32, 64)
     assert sizes(60_000, 1e3, 10**3, 1) == (5, 512, 256)
     assert sizes(60_000, 0.0, 10**3, 1) == (5, 512, 256)  # an embedding: nothing counted
-    assert sizes(60_000, 1e8, 10**6, 10_000) == (5, 32, 64)
+    assert sizes(60_000, 1e3, 10**3, 10_000) == (5, 512, 64)
 
 
 @pytest.mark.parametrize("again", [False, True])

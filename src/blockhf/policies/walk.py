@@ -185,11 +185,14 @@ class AdamWalk(Walk):
             return None
         # A small step has as many samples as make its gradient cost no less than all else in it.
         least = _power_of_two(besides(num_params) / max(GRADIENT * forward, 1.0), *FEWEST_AND_MOST)
-        num_checked = min(math.ceil(max(CHECKED / math.sqrt(positions), CHECKED / 4)), num_available // 4)
-        passes, left = (PASSES_OF_A_SET, num_available) if again else (PASSES, num_available - num_checked)
-        rotation = self.rotation * GRADIENT * forward * least
         wanted, taken = int(state.get("num_steps", self.first_steps)), int(state.get("num_taken", 0))
         number = min(int(state.get("num_samples", least)), num_available)
+        # Few samples tell the loss of a stretch that has few; each new number of them has to be counted once.
+        is_short = wanted * number < 4 * CHECKED
+        checked = CHECKED / 4 if is_short else max(CHECKED / math.sqrt(positions), CHECKED / 4)
+        num_checked = min(math.ceil(checked), num_available // 4)
+        passes, left = (PASSES_OF_A_SET, num_available) if again else (PASSES, num_available - num_checked)
+        rotation = self.rotation * GRADIENT * forward * least
         if joins and (taken > 0 or wanted * number > passes * left):
             most = min(self.max_samples, num_available)
             num_checked = min(4 * num_checked, CHECKED, num_available)
@@ -290,7 +293,7 @@ FEWEST_STEPS = 10
 """A batch with samples for fewer small steps is not walked on."""
 
 CHECKED = 256
-"""Samples that a stretch is checked with; a quarter of them where each has many predictions."""
+"""Samples that a long stretch is checked with; a quarter of them where each has many predictions."""
 
 PASSES, PASSES_OF_A_SET = 2, 16
 """How often a stretch may go through a batch, and through one that comes again."""
