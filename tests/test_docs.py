@@ -76,7 +76,7 @@ def test_the_readme_shows_what_its_program_prints(capsys: pytest.CaptureFixture[
         r"step \d+: loss [\d.]+(, held out [\d.]+)?( -> [\d.]+)?; .*(CG|small) steps.*; [\d.]+ s(;.*)?"
     )
     assert all(form.fullmatch(line) for line in (*printed[:2], *printed[-2:], *shown))
-    losses = [float(line.split()[3].rstrip(",")) for line in printed]
+    losses = [float(line.split()[3].rstrip(",;")) for line in printed]
     assert losses[-1] < losses[0] / 20
 
 
