@@ -19,6 +19,7 @@ from blockhf.batches import (
 )
 from blockhf.curvature import Auto, Curvature, Factored, GaussNewton
 from blockhf.curvature.factored import price
+from blockhf.ledger import GRADIENT, PRODUCT
 from blockhf.linalg import Cholesky, ConjugateGradient
 from blockhf.meeting import Meeting
 from blockhf.objective import check_objective
@@ -136,7 +137,7 @@ class NamedMethods(Opening):
             number = joint_fingerprint([own[2:] for own in met])
             again = number is not None and number == memory.get("fingerprint")
             memory.update(differs="fingerprint" in memory and not again, fingerprint=number, again=again)
-            again = again and not self._falls_fast()
+            again = again and not self._falls_fast(structure, sum(own[0] for own in met))
         reason = why_complete(
             Batch(
                 num_samples,
@@ -160,16 +161,32 @@ class NamedMethods(Opening):
             self._renew(is_first="num_updates" not in memory)
         return "all samples are asked for" if self.given >= _LEAST_SQUARES else reason
 
-    def _falls_fast(self) -> bool:
-        """Whether exact solutions are dear, and steps on a sample still lower the loss a good deal."""
-        last = self._memory.get("last_losses", ())
-        if "num_walks" in self._memory and not self._walk_rests():
-            return True
-        if "price" not in self._memory and "num_walks" in self._memory:
+    def _falls_fast(self, structure: Structure, total: int) -> bool:
+        """Whether exact solutions are dear, and cheaper steps still lower the loss a good deal."""
+        memory = self._memory
+        last = memory.get("last_losses", ())
+        if "num_walks" in memory and not self._walk_rests():
+            return not self._has_walked_enough(structure, total)
+        if "price" not in memory and "num_walks" in memory:
             return True  # a step will tell
-        if self._memory.get("is_complete") or self._memory.get("price", 0.0) <= DEAR:
+        if memory.get("is_complete") or memory.get("price", 0.0) <= DEAR:
             return False
         return len(last) <= WINDOW or last[-1] < 0.8 * last[-1 - WINDOW]
+
+    def _has_walked_enough(self, structure: Structure, total: int) -> bool:
+        """Whether exact solutions are cheap, and the walk has cost as much as the first of them will.
+
+        So what both cost together is at most twice what the better one alone would have.
+        """
+        if total > FEW_SAMPLES or not self._can_be_exact():
+            return False
+        sizes = [sum(param.numel() for param in group["params"]) for group in self.param_groups]
+        own = (structure.forward_flops or 0.0, float(structure.num_outputs), 1.0)
+        forward, num_outputs, number = self.mesh.add_up(list(own))
+        gradient = total * max(GRADIENT * forward / number, 6.0 * sum(sizes))
+        products = price(int(total * num_outputs / number), sizes, gradient)
+        walked = self.policy_state["walk"].shared.get("walked", 0.0)
+        return products <= DEAR and walked >= products * PRODUCT * gradient
 
     def _note_price(self, update: Update) -> None:
         """Take down the loss, and what exact solutions would cost, while it is open which way is better."""

@@ -168,4 +168,4 @@ class Opening(BlockOptimizer):
         if met.batch is None or met.given is not None or met.complete or lengths(met.batch):
             return False
         params = [param for block in met.before.blocks for param in block.params]
-        return all(param.dtype == torch.float32 for param in params)
+        return all(param.dtype in (torch.float32, torch.float64) for param in params)

@@ -198,7 +198,8 @@ class AdamWalk(Walk):
             num_checked = min(4 * num_checked, CHECKED, num_available)
             num_steps = min(wanted - taken, num_available // number)
             return Stretch(num_steps, number, num_checked, most, rotation, is_part=True, ends=taken >= wanted)
-        if passes * (left // least) < FEWEST_STEPS:
+        least = min(least, 1 << max(passes * left // FEWEST_STEPS, 1).bit_length() - 1)
+        if least < FEWEST_AND_MOST[0]:
             return None
         most = max(min(self.max_samples, left * passes // FEWEST_STEPS, left // 4), least)
         number = min(int(state.get("num_samples", least)), most)
