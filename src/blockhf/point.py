@@ -78,10 +78,13 @@ class Point:
         other.keeps_graph = len(other.samples.parts) == 1
         return other
 
-    def gradient(self) -> tuple[Tensor, list[Tensor]]:
+    def gradient(self, *, looks: bool = True) -> tuple[Tensor, list[Tensor]]:
         """The loss and, for each block, its flat gradient.
 
         Buffers that modules write move here, once a step, and only for good when ``commit`` is called.
+
+        Args:
+            looks: Whether to take down what the objective's structure is.
         """
         loss: Any = 0.0
         gradient: list[Tensor] = []
@@ -93,7 +96,7 @@ class Point:
                     flat = self._flat_gradient(evaluation.loss, part.weight)
                 loss = loss + _scaled(evaluation.loss.detach(), part.weight)
                 gradient = [a.add_(b) for a, b in zip(gradient, flat, strict=True)] if gradient else flat
-                if part is samples.parts[0]:
+                if looks and part is samples.parts[0]:
                     samples.note_structure(evaluation, self._buffers.modules)
                 if self.keeps_graph:
                     samples.keep(evaluation)

@@ -112,6 +112,10 @@ class Rotation:
             [own.to(like).clone() for own in kept[0]] if known else [like.new_zeros(n, n) for n in sizes],
             [own.to(like) for own in kept[1]] if known else [torch.eye(n).to(like) for n in sizes],
         )
+        matrices: dict[int, dict[int, int]] = {}
+        for index, side in enumerate(sides):
+            matrices.setdefault(side.place, {})[side.axis] = index
+        self._matrices = list(matrices.values())
 
     def state(self) -> State:
         """What to keep; plain data."""
@@ -124,11 +128,12 @@ class Rotation:
         for side, moments in zip(self._sides, self._moments, strict=True):
             matrix = side.of(gradient)
             own = matrix.T @ matrix if side.axis else matrix @ matrix.T
-            moments.lerp_(own.nan_to_num_(0.0, 0.0, 0.0), 1 - MEMORY if count > 1 else 1.0)
+            moments.lerp_(own, 1 - MEMORY if count > 1 else 1.0)
         if is_refreshed(count):
             old = self.back(mean)
             self._bases = [
-                _nearer(*own, RIDGE / count) for own in zip(self._moments, self._bases, strict=True)
+                _nearer(moments.nan_to_num_(0.0, 0.0, 0.0), basis, RIDGE / count)
+                for moments, basis in zip(self._moments, self._bases, strict=True)
             ]
             mean.copy_(self.there(old))
 
@@ -137,24 +142,28 @@ class Rotation:
 
         What is but rounding there becomes zero, as Adam would make it as large as all else.
         """
-        turned = self._turned(vector, [basis.T for basis in self._bases])
-        for side in self._sides:
-            matrix = side.of(turned)
-            limit = 10 * torch.finfo(matrix.dtype).eps * torch.linalg.vector_norm(matrix)
-            matrix.masked_fill_(matrix.abs() < limit, 0.0)
-        return turned
+        return self._turned(vector, there=True)
 
     def back(self, vector: Tensor) -> Tensor:
         """A flat vector of these coordinates as one of the block."""
-        return self._turned(vector, self._bases)
+        return self._turned(vector, there=False)
 
-    def _turned(self, vector: Tensor, bases: Sequence[Tensor]) -> Tensor:
+    def _turned(self, vector: Tensor, *, there: bool) -> Tensor:
         if not self._sides:
             return vector
         vector = vector.clone()
-        for side, basis in zip(self._sides, bases, strict=True):
-            matrix = side.of(vector)
-            matrix.copy_(matrix @ basis.T if side.axis else basis @ matrix)
+        for own in self._matrices:
+            place = matrix = self._sides[next(iter(own.values()))].of(vector)
+            for axis, index in own.items():
+                basis = self._bases[index]
+                if axis:
+                    matrix = matrix @ (basis if there else basis.T)
+                else:
+                    matrix = (basis.T if there else basis) @ matrix
+            if there:
+                limit = 10 * torch.finfo(matrix.dtype).eps * torch.linalg.vector_norm(matrix)
+                matrix.masked_fill_(matrix.abs() < limit, 0.0)
+            place.copy_(matrix)
         return vector
 
 

@@ -300,7 +300,7 @@ def _take_small_steps(
     for number in range(stretch.num_steps):
         taken = parts[number % len(parts)].take(met.batch, rank)
         point = met.make_point(*taken, [own.value for own in walkers])
-        _, gradient = point.gradient()
+        _, gradient = point.gradient(looks=number == 0)
         if number == 0:
             met.before.protect(point.buffers)
             buffers = [(buffer, buffer.clone()) for buffer in point.buffers]

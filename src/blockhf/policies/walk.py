@@ -275,10 +275,11 @@ class AdamWalk(Walk):
         first, second = self.betas
         mean.lerp_(gradient, 1 - first)
         square.mul_(second).addcmul_(gradient, gradient, value=1 - second)
-        root = square.div(1 - second**count).sqrt_().add_(torch.finfo(square.dtype).tiny ** 0.5)
+        scale = math.sqrt(1 - second**count)
+        direction = mean.div(square.sqrt().add_(scale * torch.finfo(square.dtype).tiny ** 0.5))
         # No gradients in a row can make it longer, but rotations that change between them can.
         longest = (1 - first) / math.sqrt((1 - second) * max(1 - first**2 / second, 1e-3)) if second else 1.0
-        return mean.div(root).mul_(-1 / (1 - first**count)).clamp_(-longest, longest)
+        return direction.mul_(-scale / (1 - first**count)).clamp_(-longest, longest)
 
 
 SMALL_STEP, PER_PARAM = 3e7, 50.0
