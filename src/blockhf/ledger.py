@@ -67,8 +67,12 @@ class Ledger:
         """Start a step."""
         self.totals.clear()
         self.work, self.setup = Work(), {}
-        self._scope = self._scopes.setdefault(scope, len(self._scopes))  # a number, as it is often looked up
+        self.enter(scope)
         self._inside = False
+
+    def enter(self, scope: Hashable) -> None:
+        """Go on in another scope."""
+        self._scope = self._scopes.setdefault(scope, len(self._scopes))  # a number, as it is often looked up
 
     @property
     def total(self) -> int:

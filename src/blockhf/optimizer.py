@@ -360,6 +360,7 @@ class BlockHF(NamedMethods):
         complete = self._adopt(batch, curvature_batch, structure, met) if searches else ""
         if searches and self.sampling.needs_signal and batch is not None:
             look_at(objective, batch, blocks, structure, self.ledger, sum(own[0] for own in met))
+            self.ledger.enter(self.structures.of(objective)[1])  # now that its modules are known
         linearizer = Linearizer(self.curvature, self.products, self.policy_state["products"])
         groups = {group["name"]: group for group in self.param_groups}
 
