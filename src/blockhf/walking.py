@@ -267,7 +267,7 @@ def _conclude(
                 buffer.copy_(value)
     else:
         found = [(before, check.origin), (after, ends)]
-        if factor <= 1:  # where noise has a part in it
+        if policy.averages and factor <= 1:  # where noise has a part in it
             found += _averages(check, walkers)
         after, shown = min(found, key=lambda pair: _or_infinity(pair[0]))
         for walker, own in zip(walkers, shown, strict=True):

@@ -18,7 +18,7 @@ A spec is a name and, after a colon, options with commas between them::
 number of those that curvature is taken from; ``schedule=cosine`` lets ``lr`` fall to zero over the budget.
 All others go to the optimizer. ``blockhf`` is told the size of the training set; for it a policy is named by
 its class, ``search=Backtracking``, and ``without=`` leaves out a part of the method: ``without=momentum``
-(see ``WITHOUT``).
+(see ``parts``).
 """
 
 from __future__ import annotations
@@ -38,23 +38,12 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 import blockhf
-from blockhf import (
-    AdamWalk,
-    AllSamples,
-    Auto,
-    BlockHF,
-    ByCoefficient,
-    Identity,
-    NoWalk,
-    Precondition,
-    Subspace,
-    blocks,
-    flops,
-)
+from blockhf import AdamWalk, Auto, BlockHF, blocks, flops
 from blockhf.blocks import Group
 from blockhf.report import StepReport
 from blockhf_lab.costs import Unit
 from blockhf_lab.muon import Muon
+from blockhf_lab.parts import WITHOUT
 from blockhf_lab.ranks import ALONE, Ranks
 from blockhf_lab.rivals import AdamThenLBFGS, KernelGaussNewton, SelfScaledBFGS, full_lbfgs
 from blockhf_lab.tasks import Batch, Task
@@ -86,18 +75,6 @@ SECOND_ORDER = ("blockhf", "paper", "hf", "least-squares")
 
 FORMER = {"block-hf": "paper"}
 """Names that optimizers had before, in records and folders, and those that they have now."""
-
-WITHOUT: Mapping[str, Callable[[], dict[str, Any]]] = {
-    "held-out": lambda: {"search": Subspace(held_out=0.0)},
-    "momentum": lambda: {"search": Subspace(momentum=False)},
-    "preconditioner": lambda: {"preconditioner": Identity()},
-    "cg": lambda: {"solver": Precondition()},
-    "sampling": lambda: {"sampling": AllSamples()},
-    "adaptation": lambda: {"damping": ByCoefficient().initial},
-    "population": lambda: {"population": None},
-    "walk": lambda: {"walk": NoWalk()},
-}
-"""Parts of the default method, and what it has in their place without them."""
 
 _NAMES = {
     "least-squares": "BlockHF.least_squares",
@@ -285,7 +262,7 @@ class Spec:
         if "curvature" in self.options:
             rest["curvature_batch_size"] = self.options["curvature"]
         if "without" in self.options:
-            rest |= {"walk": AdamWalk(), **WITHOUT[self.options["without"]]()}
+            rest = {"walk": AdamWalk(), **WITHOUT[self.options["without"]](), **rest}
         partition = blocks.single if self.name == "hf" else make_blocks
         if "blocks" in self.options:
             partition = PARTITIONS[self.options["blocks"]]

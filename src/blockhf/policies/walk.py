@@ -123,6 +123,7 @@ class AdamWalk(Walk):
         change: By what the rate falls.
         max_samples: The most samples of a small step.
         rotation: What the rotations may cost, in gradients; 0 for none.
+        averages: Whether it shows averages where their loss is lower.
         slow: The share of the loss that four stretches must gain, or Gauss-Newton steps are tried.
         trials: How many of them; the first, which damping has not yet adapted to, does not count.
         damping: What damping is multiplied by for these: near a minimum less of it will do.
@@ -142,6 +143,7 @@ class AdamWalk(Walk):
     change: float = 1.5
     max_samples: int = 4096
     rotation: float = 1.0
+    averages: bool = True
     slow: float = 0.1
     trials: int = 4
     damping: float = 0.03

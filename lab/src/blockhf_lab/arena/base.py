@@ -54,6 +54,8 @@ class Task:
         sgd_rates: Those of SGD, which depend on the loss' scale.
         is_complete: Whether the samples are all there is, so that a batch of all has no noise.
         has_lbfgs: Whether L-BFGS applies: batches of which it sees a good part of the samples.
+        scale: What the optimizer sees the loss multiplied by; the one that is evaluated is not.
+        order: Puts a batch in the order in which the optimizer gets it; none for as it comes.
     """
 
     name: str
@@ -70,9 +72,19 @@ class Task:
     is_complete: bool = False
     has_lbfgs: bool = False
     notes: str = field(default="", compare=False)
+    scale: float = 1.0
+    order: Callable[[Batch], Batch] | None = None
 
     def objective(self, model: nn.Module) -> Objective:
-        return lambda batch: self.loss(model, batch)
+        """What the optimizer minimizes."""
+        if self.scale == 1.0:
+            return lambda batch: self.loss(model, batch)
+
+        def scaled(batch: Batch) -> tuple[Any, Tensor]:
+            outputs, loss = self.loss(model, batch)
+            return outputs, self.scale * loss
+
+        return scaled
 
     def model(self, seed: int) -> nn.Module:
         """The model as a seed draws it."""

@@ -18,6 +18,7 @@ _SHAPE: files.Shape = {
     "seed": int,
     "budget": float,
     "points": [list],
+    "digests?": [str],
     ...: (str, float, None, dict),
 }
 
@@ -36,6 +37,7 @@ class Record:
         status: ``finished``, ``reached``, ``diverged``, or why it failed.
         points: Its evaluations; the first is before any update.
         test: The loss on samples that were not trained on, at the end.
+        digests: Of the parameters at each evaluation, where they were taken.
     """
 
     task: str
@@ -47,6 +49,7 @@ class Record:
     status: str
     points: Sequence[Point]
     test: float | None = None
+    digests: Sequence[str] = ()
 
     def first(self, target: float) -> Point | None:
         """The first evaluation at or below a target."""
@@ -94,4 +97,5 @@ def _parsed(line: str, place: str) -> Record:
         *(own["task"], own["optimizer"], family, own["stage"], own["seed"], own["budget"], own["status"]),
         points,
         own.get("test"),
+        own.get("digests", ()),
     )

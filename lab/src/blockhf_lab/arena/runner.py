@@ -5,11 +5,12 @@ from __future__ import annotations
 import importlib
 import multiprocessing
 import multiprocessing.connection
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from multiprocessing.process import BaseProcess
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -50,7 +51,7 @@ class Plan:
         searches: Whether settings are searched for; otherwise those in ``tuned.json`` are taken.
         share: Of each task's budget.
         processes: Runs at a time.
-        again: Whether final runs on record are made anew.
+        again: Whether runs on record, but for those of the search, are made anew.
     """
 
     tasks: Sequence[str]
@@ -72,7 +73,7 @@ def run(plan: Plan, tell: Callable[[str], None] = print) -> None:
         families.settings(tasks.get(plan.tasks[0]), family)
     for place in range(len(SEARCH) if plan.searches else 0):
         found = records.read(plan.out)
-        _make([job for name in plan.tasks for job in _search(plan, name, place, found)], plan, tell)
+        make([job for name in plan.tasks for job in _search(plan, name, place, found)], plan, tell)
     chosen = tuned.choose(records.read(plan.out), _stage(-1)) if plan.searches else {}
     finals = []
     for name in plan.tasks:
@@ -84,7 +85,7 @@ def run(plan: Plan, tell: Callable[[str], None] = print) -> None:
                     tell(f"{name}: {family} is left out; no setting of it was searched for.")
                 continue
             finals += list(_finals(plan, name, optimizer))
-    _make(finals, plan, tell)
+    make(finals, plan, tell)
 
 
 def _search(plan: Plan, name: str, place: int, found: Sequence[records.Record]) -> Iterator[Job]:
@@ -112,11 +113,17 @@ def _finals(plan: Plan, name: str, optimizer: str) -> Iterator[Job]:
         yield Job(name, optimizer, seed, "final", budget, targets[-1] if targets else None)
 
 
-def _make(jobs: Sequence[Job], plan: Plan, tell: Callable[[str], None]) -> None:
+def make(
+    jobs: Sequence[Job],
+    plan: Plan,
+    tell: Callable[[str], None],
+    make_one: Callable[[Job, Data, Path], None] | None = None,
+) -> None:
+    """Make those of the jobs that are not on record, each by ``make_one``."""
     known = {
         (record.task, record.optimizer, record.seed, record.stage, record.budget)
         for record in records.read(plan.out)
-        if not (plan.again and record.stage == "final")
+        if not plan.again or record.stage.startswith("search")
     }
     waiting = [job for job in jobs if (job.task, job.optimizer, job.seed, job.stage, job.budget) not in known]
     if waiting:
@@ -130,7 +137,7 @@ def _make(jobs: Sequence[Job], plan: Plan, tell: Callable[[str], None]) -> None:
                 continue
             if job.task not in loaded:  # jobs come task by task, and data may be large
                 loaded = {job.task: tasks.get(job.task).load()}
-            process = _process(job, loaded[job.task], plan.out)
+            process = _process(job, loaded[job.task], plan.out, make_one or _make_one)
             process.start()
             running.append((job, process))
             tell(f"{number}/{len(waiting)} {job.task} {job.stage} seed {job.seed}: {job.optimizer}")
@@ -166,19 +173,24 @@ def _wait(
     return running
 
 
-def _child(job: Job, data: Data, out: Path) -> None:
+def _make_one(job: Job, data: Data, out: Path) -> None:
     torch.set_num_threads(1)
     task: Task = tasks.get(job.task)
     growth = _SEARCH_GROWTH if job.stage == "search" else GROWTH
     spec = Spec.parse(job.optimizer)
     record = train(task, data, spec, job.seed, job.budget, growth=growth, stop_at=job.stop_at)
+    put_down(job, record, out)
+
+
+def put_down(job: Job, record: Mapping[str, Any], out: Path) -> None:
+    """Add a run to the records."""
     environment = {key: value for key, value in runs.environment().items() if value is not None}
     records.append(out, {**record, "stage": job.stage, "environment": environment})
 
 
-def _process(job: Job, data: Data, out: Path) -> BaseProcess:
+def _process(job: Job, data: Data, out: Path, make_one: Callable[[Job, Data, Path], None]) -> BaseProcess:
     """Forked where that is possible, so that a run need not import and load everything again."""
-    arguments = {"target": _child, "args": (job, data, out)}
+    arguments = {"target": make_one, "args": (job, data, out)}
     if "fork" in multiprocessing.get_all_start_methods():
         return multiprocessing.get_context("fork").Process(**arguments)  # type: ignore[arg-type]
     return multiprocessing.get_context("spawn").Process(**arguments)  # type: ignore[arg-type]

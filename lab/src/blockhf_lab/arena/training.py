@@ -33,17 +33,24 @@ class Point:
     loss: float
 
 
-def batches(samples: Batch, size: int | None, seed: int) -> Iterator[Batch]:
-    """Batches without end, in an order of their own in each epoch; all samples in their own order if none."""
+def batches(
+    samples: Batch, size: int | None, seed: int, order: Callable[[Batch], Batch] | None = None
+) -> Iterator[Batch]:
+    """Batches without end, in an order of their own in each epoch; all samples in their own order if none.
+
+    ``order`` then puts the samples of each in another order.
+    """
     number = len(samples[0])
     if size is None or size >= number:
+        samples = samples if order is None else order(samples)
         while True:
             yield samples
     generator = torch.Generator().manual_seed(seed)
     while True:
-        order = torch.randperm(number, generator=generator)
+        places = torch.randperm(number, generator=generator)
         for start in range(0, number - size + 1, size):
-            yield take(samples, order[start : start + size])
+            batch = take(samples, places[start : start + size])
+            yield batch if order is None else order(batch)
 
 
 def unit_flops(task: Task, model: nn.Module, data: Data) -> float:
@@ -154,7 +161,7 @@ def train(
         spec: The optimizer.
         seed: Of the model and of the order of the samples.
         seconds: CPU seconds of updates.
-        growth: Of the CPU seconds from one evaluation to the next.
+        growth: Of the CPU seconds from one evaluation to the next; 1 evaluates after each step.
         stop_at: A loss at which the run ends.
         on_point: Is told of each evaluation.
 
@@ -164,9 +171,10 @@ def train(
     warm_up(spec)
     model = task.model(seed)
     points = [Point(0, 0.0, 0.0, evaluate(task, model, data.evaluated))]
-    status, used, ge, update, due = "finished", 0.0, 0.0, 0, _FIRST * seconds
+    status, used, ge, update = "finished", 0.0, 0.0, 0
+    due = _FIRST * seconds if growth > 1 else 0.0
     method = Method(task, spec, model, data)
-    stream = batches(data.train, method.batch_size, seed)
+    stream = batches(data.train, method.batch_size, seed, task.order)
     while used < seconds:
         batch = next(stream)
         before = time.process_time()
