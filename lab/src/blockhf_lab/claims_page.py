@@ -16,6 +16,7 @@ from blockhf_lab.comparison import Comparison
 from blockhf_lab.optimizers import Spec
 from blockhf_lab.page import number
 from blockhf_lab.runs import Budget
+from blockhf_lab.tables import markdown
 
 FIGURES: Mapping[int, Sequence[tuple[str, str]]] = {
     1: (("autoencoder", "Adam"),),
@@ -100,7 +101,7 @@ def parts(records: Records) -> dict[str, str]:
     ]
     drawn = panels(records)
     made = {
-        "verdicts": _table(["", "claim", "verdict", "checks by runs"], verdicts),
+        "verdicts": markdown(["", "claim", "verdict", "checks by runs"], verdicts),
         "settings": _settings(records),
         "runs": "\n\n".join(map(_runs, records.comparisons.values())) or "Not measured.",
         "long": "\n\n".join(map(_long, records.long.values())) or "Not measured.",
@@ -111,7 +112,7 @@ def parts(records: Records) -> dict[str, str]:
             pieces.append(f"![Claim {each.number}: {each.claim}](images/claim-{each.number}.png)")
         if each.verdict is not Verdict.UNKNOWN:
             pieces[0] += f" Checks: {each.count}."
-            pieces.append(_table([*each.heads, "check"], _rows(each)))
+            pieces.append(markdown([*each.heads, "check"], _rows(each)))
         made[f"claim {each.number}"] = "\n\n".join([*pieces, f"*The rule.* {each.rule}"])
     return made
 
@@ -136,10 +137,6 @@ def _rows(found: Finding) -> list[list[str]]:
     return [[*check.cells, str(check.verdict)] for check in found.checks]
 
 
-def _table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    return "\n".join(f"| {' | '.join(row)} |" for row in (heads, ["---"] * len(heads), *rows))
-
-
 def _settings(records: Records) -> str:
     """How the runs differ from the paper's."""
     rows = []
@@ -158,7 +155,7 @@ def _settings(records: Records) -> str:
             title = compared.settings["title"]
             rows.append(["", f"here, `{compared.preset}`", title, words, evaluated, seeds])
     heads = ["task", "", "network and data", "budget of a run", "training samples evaluated", "seeds"]
-    return _table(heads, rows) if rows else "Not measured."
+    return markdown(heads, rows) if rows else "Not measured."
 
 
 def _runs(compared: Comparison) -> str:
@@ -169,7 +166,7 @@ def _runs(compared: Comparison) -> str:
     for line in comparison.summaries(compared):
         numbers = (line.total.update, line.total.ge, line.train, line.best)
         rows.append([line.spec.label, str(line.seeds), *map(number, numbers), ", ".join(line.statuses)])
-    return f"{compared.settings['title']}:\n\n{_table(heads, rows)}"
+    return f"{compared.settings['title']}:\n\n{markdown(heads, rows)}"
 
 
 def _long(compared: Comparison) -> str:

@@ -1,4 +1,7 @@
-"""Tables for terminals: what does not fit side by side goes into a table below, and no word is broken."""
+"""Tables in Markdown, and for terminals.
+
+There, what does not fit side by side goes into a table below, and no word is broken.
+"""
 
 from __future__ import annotations
 
@@ -13,6 +16,15 @@ _WIDEST = 28
 """Characters of a cell from which on it is broken between words."""
 
 _GAP = 2
+
+
+def markdown(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    r"""A table of a page.
+
+    >>> markdown(["name", "a"], [["one", "1"]])
+    '| name | a |\n| --- | --- |\n| one | 1 |'
+    """
+    return "\n".join(f"| {' | '.join(row)} |" for row in (heads, ["---"] * len(heads), *rows))
 
 
 def show(

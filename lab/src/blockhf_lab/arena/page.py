@@ -19,6 +19,7 @@ from blockhf_lab.arena import families, records, scores, tasks, tuned
 from blockhf_lab.arena.records import Record
 from blockhf_lab.arena.scores import AXES, Axis, Pair
 from blockhf_lab.claims_page import fill
+from blockhf_lab.tables import markdown
 
 _RATIOS = [2 ** (step / 16) for step in range(16 * 5 + 1)]
 _COLORS = dict(zip(families.NAMES, ("#000000", *figures.PALETTE), strict=False))
@@ -174,15 +175,11 @@ def parts(arena: Arena) -> dict[str, str]:
     images = "![Performance profiles](images/arena-profiles.png)", "![Losses](images/arena-curves.png)"
     return {
         "verdict": verdict(arena),
-        "summary": f"{_markdown(*summary(arena))}\n\n{images[0]}",
-        "results": f"{_markdown(*results(arena))}\n\n{images[1]}",
-        "tasks": _markdown(*task_list(arena)),
-        "settings": _markdown(*chosen(arena)),
+        "summary": f"{markdown(*summary(arena))}\n\n{images[0]}",
+        "results": f"{markdown(*results(arena))}\n\n{images[1]}",
+        "tasks": markdown(*task_list(arena)),
+        "settings": markdown(*chosen(arena)),
     }
-
-
-def _markdown(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    return "\n".join(f"| {' | '.join(row)} |" for row in (heads, ["---"] * len(heads), *rows))
 
 
 # Figures

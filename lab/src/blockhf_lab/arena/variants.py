@@ -42,7 +42,7 @@ class Variant:
 
     Attributes:
         name: As on the command line, and as the stage of its records.
-        group: Its kind; none of those that others are compared with.
+        group: Its kind; the default itself has none.
         title: For tables.
         optimizer: The spec.
         base: The variant that it is compared with.
@@ -92,6 +92,7 @@ def _without(part: str, title: str) -> Variant:
 
 
 def _steps_without(part: str, title: str) -> Variant:
+    title = f"in Gauss-Newton steps alone: {title}"
     return Variant(part, "ablation", title, str(Spec.parse(f"{_STEPS},without={part}")), STEPS)
 
 
@@ -113,7 +114,9 @@ _LIST = (
     _without("exact", "exact solutions where a batch comes again"),
     _without("second-order", "trials and exact solutions: the walk alone"),
     _without("walk", "the walk"),
-    Variant(STEPS, "", "Gauss-Newton steps alone", str(Spec.parse(_STEPS))),
+    Variant(
+        STEPS, "ablation", "the walk, exact solutions: Gauss-Newton steps alone", str(Spec.parse(_STEPS))
+    ),
     _steps_without("cg", "CG (K-FAC alone)"),
     _steps_without("preconditioner", "preconditioner"),
     _steps_without("held-out", "lengths by held-out samples"),
