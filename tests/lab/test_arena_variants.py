@@ -132,13 +132,15 @@ def test_updates_are_compared_with_the_plain_run_of_the_same_seed() -> None:
 def test_a_part_costs_the_ratio_without_it_to_with_it_where_both_got_there() -> None:
     runs = found(
         record(PLAIN, [3, 2, 1, 0.6]),
+        record("x1024", [3, 2, 1, 0.6]),
         record("rotations", [3, 2.5, 2, 1.5, 1, 0.5]),
         record("walk", [3, 2.5]),
         record(STEPS, [3, 2.5, 2]),
         record("cg", [3, 2.5, 2.5, 2.5, 2]),
     )
     _, rows = variants_page.ablation(runs)
-    assert [row[1:] for row in rows] == [
+    assert rows[0][:6] == ["nothing", "2", "0", "0", "1.00", "1.00 / 1.00 / –"]
+    assert [row[1:] for row in rows[1:]] == [
         ["2", "0", "1", "2.00", "2.00 / 2.00 / –", "2.00", "friedman 2.00", "friedman 2.00"],
         ["0", "2", "0", "–", "– / – / –", "–", "–", "–"],
         ["1", "1", "0", "2.00", "2.00 / – / –", "2.00", "friedman 2.00", "friedman 2.00"],

@@ -278,6 +278,16 @@ def test_the_parameters_are_an_average_where_noise_has_a_part_in_it() -> None:
     assert loss < objective(draw(99))[1].item()
 
 
+def test_without_averages_the_parameters_are_where_small_steps_end_or_what_they_were() -> None:
+    model, objective = make()
+    optimizer = BlockHF(blocks.by_layer(model), walk=AdamWalk(slow=0.0, averages=False))
+    for number in range(7):  # then stretches go over several batches
+        before = values(model)
+        run(optimizer, objective, 1, first=number)
+        is_elsewhere = "offset" in optimizer.policy_state["walk"].of("0")
+        assert is_elsewhere == torch.equal(values(model), before)
+
+
 @pytest.mark.parametrize(("again", "words"), [(True, "of the whole set"), (False, "held out")])
 def test_a_large_batch_that_comes_again_is_the_population(again: bool, words: str) -> None:
     model, objective = make()

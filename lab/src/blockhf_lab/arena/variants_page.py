@@ -12,7 +12,7 @@ from blockhf_lab import files
 from blockhf_lab.arena import records, scores, tasks, tuned
 from blockhf_lab.arena.records import Record
 from blockhf_lab.arena.scores import Axis
-from blockhf_lab.arena.variants import PLAIN, VARIANTS, Variant
+from blockhf_lab.arena.variants import PLAIN, SAME, VARIANTS, Variant
 from blockhf_lab.claims_page import fill
 from blockhf_lab.tables import markdown
 
@@ -157,7 +157,11 @@ def _updates(run: Record | None, targets: Sequence[float]) -> str:
 
 
 def ablation(found: Variants) -> Table:
-    """For each part of the default its cost without it, over that with it: the geometric mean over pairs."""
+    """For each part of the default its cost without it, over that with it: the geometric mean over pairs.
+
+    The first row leaves out nothing: with the loss times a power of two the run is the same, so that what its
+    cost differs by is chance.
+    """
     heads = [
         "without",
         "solved by both",
@@ -170,7 +174,7 @@ def ablation(found: Variants) -> Table:
         "least on",
     ]
     rows = []
-    for variant in found.known("ablation"):
+    for variant in [*(own for own in found.known("scale") if own.name == SAME), *found.known("ablation")]:
         seconds, ge = (_costs(found, variant, axis) for axis in ("seconds", "ge"))
         both = _ratios(seconds)
         by_level = [mean([own for (_, place), own in both.items() if place == level]) for level in range(3)]
@@ -180,7 +184,7 @@ def ablation(found: Variants) -> Table:
         )
         rows.append(
             [
-                variant.title,
+                "nothing" if variant.name == SAME else variant.title,
                 str(len(both)),
                 str(sum(_is_cost(base) and not _is_cost(own) for base, own in seconds.values())),
                 str(sum(_is_cost(own) and not _is_cost(base) for base, own in seconds.values())),
