@@ -18,7 +18,7 @@ SIZE = 2 + 6 * 4 + 3
 def learned(draw: Any, number: int, state: dict[str, Any] | None = None, first: int = 1) -> Rotation:
     found = Rotation(SIDES, state or {}, torch.zeros(SIZE, dtype=torch.float64))
     for count in range(first, first + number):
-        found.learn(draw(count), torch.zeros(SIZE, dtype=torch.float64), count)
+        found.learn(draw(count), *torch.zeros(2, SIZE, dtype=torch.float64), count)
     return found
 
 
@@ -54,15 +54,28 @@ def test_the_coordinates_are_the_eigenvectors_of_the_second_moments() -> None:
 def test_a_mean_goes_along_into_new_coordinates() -> None:
     rotation, mean = learned(correlated, 3), torch.zeros(SIZE, dtype=torch.float64)
     mean.copy_(rotation.there(correlated(7)))
-    rotation.learn(correlated(4), mean, 4)
+    rotation.learn(correlated(4), mean, torch.ones_like(mean), 4)
     assert is_refreshed(4)
     torch.testing.assert_close(rotation.back(mean), correlated(7))
+
+
+def test_the_coordinates_come_in_order_and_squares_go_along() -> None:
+    """A side whose moments grow along the diagonal has its coordinates reversed, and its squares with them."""
+    side, steps = Side(0, 5, 3, 0), torch.arange(1.0, 6.0)
+    gradient = torch.outer(steps, torch.ones(3)).flatten()
+    rotation = Rotation([side], {}, gradient)
+    rotation._moments = [torch.diag(steps)]
+    mean, square = gradient.clone(), gradient.square()
+    rotation.learn(torch.zeros(15), mean, square, 2)
+    assert torch.equal(side.of(square), side.of(gradient.square()).flip(0))
+    torch.testing.assert_close(side.of(mean).abs(), side.of(gradient).flip(0))
+    torch.testing.assert_close(rotation.back(mean), gradient)
 
 
 def test_without_sides_nothing_is_done() -> None:
     vector = torch.randn(5)
     rotation = Rotation([], {}, vector)
-    rotation.learn(vector, vector, 1)
+    rotation.learn(vector, vector, vector, 1)
     assert rotation.there(vector) is vector
     assert rotation.back(vector) is vector
 
@@ -81,7 +94,7 @@ def test_what_is_but_rounding_is_zero_there() -> None:
     gradient = torch.cat([torch.ones(2), matrix, torch.ones(3)])
     rotation = Rotation(SIDES, {}, gradient)
     for count in (1, 2, 4, 8):
-        rotation.learn(gradient, torch.zeros(SIZE), count)
+        rotation.learn(gradient, *torch.zeros(2, SIZE), count)
     turned = SIDES[0].of(rotation.there(gradient))
     assert (turned != 0).sum() <= 6
     assert turned.abs().max() > 0.99 * matrix.norm()
@@ -96,7 +109,7 @@ def test_directions_without_gradients_do_not_hang_on_rounding() -> None:
     found = []
     for scale in (1.0, 1000.0, 0.001):
         rotation = Rotation(SIDES, {}, gradient)
-        rotation.learn(scale * gradient, torch.zeros(SIZE), 1)
+        rotation.learn(scale * gradient, *torch.zeros(2, SIZE), 1)
         found.append(rotation.state()["bases"])
     for other in found[1:]:
         for own, same in zip(found[0], other, strict=True):
@@ -105,7 +118,7 @@ def test_directions_without_gradients_do_not_hang_on_rounding() -> None:
 
 def test_a_gradient_that_is_not_finite_raises_nothing() -> None:
     rotation = Rotation(SIDES, {}, torch.zeros(SIZE))
-    rotation.learn(torch.full((SIZE,), torch.nan), torch.zeros(SIZE), 1)
+    rotation.learn(torch.full((SIZE,), torch.nan), *torch.zeros(2, SIZE), 1)
     assert all(own.isfinite().all() for own in rotation.state()["bases"])
 
 

@@ -121,8 +121,12 @@ class Rotation:
         """What to keep; plain data."""
         return {"moments": self._moments, "bases": self._bases}
 
-    def learn(self, gradient: Tensor, mean: Tensor, count: int) -> None:
-        """Take in a gradient, the ``count``-th; ``mean`` is turned along where the coordinates change."""
+    def learn(self, gradient: Tensor, mean: Tensor, square: Tensor, count: int) -> None:
+        """Take in a gradient, the ``count``-th.
+
+        Where the coordinates change, ``mean`` is turned along, and ``square``, which cannot be turned, goes
+        into their new order.
+        """
         if not self._sides:
             return
         for side, moments in zip(self._sides, self._moments, strict=True):
@@ -131,11 +135,15 @@ class Rotation:
             moments.lerp_(own, 1 - MEMORY if count > 1 else 1.0)
         if is_refreshed(count):
             old = self.back(mean)
-            self._bases = [
+            found = [
                 _nearer(moments.nan_to_num_(0.0, 0.0, 0.0), basis, RIDGE / count)
                 for moments, basis in zip(self._moments, self._bases, strict=True)
             ]
+            self._bases = [basis for basis, _ in found]
             mean.copy_(self.there(old))
+            for side, (_, order) in zip(self._sides, found, strict=True):
+                matrix = side.of(square)
+                matrix.copy_(matrix.index_select(side.axis, order))
 
     def there(self, vector: Tensor) -> Tensor:
         """A flat vector in these coordinates.
@@ -167,14 +175,19 @@ class Rotation:
         return vector
 
 
-def _nearer(moments: Tensor, basis: Tensor, ridge: float) -> Tensor:
-    """A basis that is nearer to the eigenvectors: one step of power iteration, all vectors together.
+def _nearer(moments: Tensor, basis: Tensor, ridge: float) -> tuple[Tensor, Tensor]:
+    """A basis that is nearer to the eigenvectors, and which old vector each of its vectors comes from.
 
-    A little of the identity decides about directions in which there was no gradient yet.
+    One step of power iteration, all vectors together, the largest first: each then keeps to its eigenvector,
+    where in another order they would slowly trade places. A little of the identity decides about directions
+    in which there was no gradient yet.
     """
     share = ridge * moments.diagonal().mean()
-    found: Tensor = torch.linalg.qr((moments @ basis).add_(basis * share))[0]
-    return found
+    product = moments @ basis
+    order = (product * basis).sum(dim=0).argsort(descending=True, stable=True)
+    turned = product.add_(basis * share).index_select(1, order)
+    found: Tensor = torch.linalg.qr(turned)[0]
+    return found, order
 
 
 def is_refreshed(count: int) -> bool:

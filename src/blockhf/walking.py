@@ -119,7 +119,7 @@ class _Walker:
 
     def move(self, policy: AdamWalk, gradient: Tensor, rate: float, count: int, *, adds: bool) -> None:
         """Take a small step, the ``count``-th; ``adds`` it to the average."""
-        self._rotation.learn(gradient, self._mean, count)
+        self._rotation.learn(gradient, self._mean, self._square, count)
         turned = policy.direction(self._rotation.there(gradient), self._mean, self._square, count)
         self.value.add_(self._rotation.back(turned), alpha=rate)
         self.block.assign_(self.value)
