@@ -191,8 +191,8 @@ class AdamWalk(Walk):
         number = min(int(state.get("num_samples", least)), num_available)
         # Few samples tell the loss of a stretch that has few; each new number of them has to be counted once.
         is_short = wanted * number < 4 * CHECKED
-        checked = CHECKED / 4 if is_short else max(CHECKED / math.sqrt(positions), CHECKED / 4)
-        num_checked = min(math.ceil(checked), num_available // 4)
+        most, fewest = (CHECKED / 8, CHECKED / 16) if is_short else (CHECKED, CHECKED / 4)
+        num_checked = min(math.ceil(max(most / math.sqrt(positions), fewest)), num_available // 4)
         passes, left = (PASSES_OF_A_SET, num_available) if again else (PASSES, num_available - num_checked)
         rotation = self.rotation * GRADIENT * forward * least
         if joins and (taken > 0 or wanted * number > passes * left):
@@ -216,6 +216,8 @@ class AdamWalk(Walk):
         """Whether to take a stretch, and by what to multiply the rate, from the losses along it."""
         if not math.isfinite(half + after):
             return False, 0.25
+        if half >= before and after > before:  # noise has its middle below its ends
+            return False, 0.5
         bend = 2 * (before + after - 2 * half)
         if bend <= 0:
             return (True, self.rise) if after < before else (False, 0.5)
@@ -229,7 +231,7 @@ class AdamWalk(Walk):
         taken, factor = judged
         number = stretch.num_samples
         most = max(int(state.get("num_steps", self.first_steps)), stretch.num_steps)
-        num_steps = max(min(math.ceil(GROWTH * most), self.max_steps), most)
+        num_steps = max(min(math.ceil(GROWTH * most), self.max_steps), most) if taken else most
         if taken and factor < 1:
             is_noise = 2 * number <= stretch.most_samples
             number = 2 * number if is_noise else number
