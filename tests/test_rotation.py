@@ -34,9 +34,9 @@ def correlated(count: int) -> Tensor:
 
 def test_there_and_back_is_where_it_was() -> None:
     rotation, vector = learned(correlated, 30), correlated(99)
-    turned = rotation.there(vector)
+    turned = rotation.there_(vector.clone())
     assert not torch.allclose(turned, vector)
-    torch.testing.assert_close(rotation.back(turned), vector)
+    torch.testing.assert_close(rotation.back_(turned.clone()), vector)
     torch.testing.assert_close(turned.norm(), vector.norm())
     assert torch.equal(turned[:2], vector[:2])  # what is in no matrix stays
     assert torch.equal(turned[-3:], vector[-3:])
@@ -53,10 +53,10 @@ def test_the_coordinates_are_the_eigenvectors_of_the_second_moments() -> None:
 
 def test_a_mean_goes_along_into_new_coordinates() -> None:
     rotation, mean = learned(correlated, 3), torch.zeros(SIZE, dtype=torch.float64)
-    mean.copy_(rotation.there(correlated(7)))
+    mean.copy_(rotation.there_(correlated(7)))
     rotation.learn(correlated(4), mean, torch.ones_like(mean), 4)
     assert is_refreshed(4)
-    torch.testing.assert_close(rotation.back(mean), correlated(7))
+    torch.testing.assert_close(rotation.back_(mean), correlated(7))
 
 
 def test_the_coordinates_come_in_order_and_squares_go_along() -> None:
@@ -69,15 +69,15 @@ def test_the_coordinates_come_in_order_and_squares_go_along() -> None:
     rotation.learn(torch.zeros(15), mean, square, 2)
     assert torch.equal(side.of(square), side.of(gradient.square()).flip(0))
     torch.testing.assert_close(side.of(mean).abs(), side.of(gradient).flip(0))
-    torch.testing.assert_close(rotation.back(mean), gradient)
+    torch.testing.assert_close(rotation.back_(mean), gradient)
 
 
 def test_without_sides_nothing_is_done() -> None:
     vector = torch.randn(5)
     rotation = Rotation([], {}, vector)
     rotation.learn(vector, vector, vector, 1)
-    assert rotation.there(vector) is vector
-    assert rotation.back(vector) is vector
+    assert rotation.there_(vector) is vector
+    assert rotation.back_(vector) is vector
 
 
 def test_what_was_kept_goes_on() -> None:
@@ -95,7 +95,7 @@ def test_what_is_but_rounding_is_zero_there() -> None:
     rotation = Rotation(SIDES, {}, gradient)
     for count in (1, 2, 4, 8):
         rotation.learn(gradient, *torch.zeros(2, SIZE), count)
-    turned = SIDES[0].of(rotation.there(gradient))
+    turned = SIDES[0].of(rotation.there_(gradient))
     assert (turned != 0).sum() <= 6
     assert turned.abs().max() > 0.99 * matrix.norm()
 

@@ -150,13 +150,20 @@ def select(batch: Any, places: Tensor) -> Any:
             before += n
         return chosen
 
+    picked: dict[int, Tensor] = {}  # what is there twice, as an autoencoder's pictures are, is picked once
+
     def pick(member: Any) -> Any:
         if isinstance(member, Tensor):
-            chosen = member.index_select(0, places.to(member.device)) if member.dim() > 0 else member
-            return chosen.detach().requires_grad_() if member.requires_grad and member.is_leaf else chosen
+            if id(member) not in picked:
+                picked[id(member)] = rows(member)
+            return picked[id(member)]
         if isinstance(member, (list, tuple)):
             return type(member)(member[place] for place in places.tolist())
         return member[places.numpy()]
+
+    def rows(member: Tensor) -> Tensor:
+        chosen = member.index_select(0, places.to(member.device)) if member.dim() > 0 else member
+        return chosen.detach().requires_grad_() if member.requires_grad and member.is_leaf else chosen
 
     return _cut(batch, pick)
 

@@ -134,45 +134,41 @@ class Rotation:
             own = matrix.T @ matrix if side.axis else matrix @ matrix.T
             moments.lerp_(own, 1 - MEMORY if count > 1 else 1.0)
         if is_refreshed(count):
-            old = self.back(mean)
+            old = self.back_(mean.clone())
             found = [
                 _nearer(moments.nan_to_num_(0.0, 0.0, 0.0), basis, RIDGE / count)
                 for moments, basis in zip(self._moments, self._bases, strict=True)
             ]
             self._bases = [basis for basis, _ in found]
-            mean.copy_(self.there(old))
+            mean.copy_(self.there_(old))
             for side, (_, order) in zip(self._sides, found, strict=True):
                 matrix = side.of(square)
                 matrix.copy_(matrix.index_select(side.axis, order))
 
-    def there(self, vector: Tensor) -> Tensor:
-        """A flat vector in these coordinates.
+    def there_(self, vector: Tensor) -> Tensor:
+        """Bring a flat vector into these coordinates, in place.
 
         What is but rounding there becomes zero, as Adam would make it as large as all else.
         """
-        return self._turned(vector, there=True)
-
-    def back(self, vector: Tensor) -> Tensor:
-        """A flat vector of these coordinates as one of the block."""
-        return self._turned(vector, there=False)
-
-    def _turned(self, vector: Tensor, *, there: bool) -> Tensor:
-        if not self._sides:
-            return vector
-        vector = vector.clone()
-        for own in self._matrices:
-            place = matrix = self._sides[next(iter(own.values()))].of(vector)
-            for axis, index in own.items():
-                basis = self._bases[index]
-                if axis:
-                    matrix = matrix @ (basis if there else basis.T)
-                else:
-                    matrix = (basis.T if there else basis) @ matrix
-            if there:
-                limit = 10 * torch.finfo(matrix.dtype).eps * torch.linalg.vector_norm(matrix)
-                matrix.masked_fill_(matrix.abs() < limit, 0.0)
-            place.copy_(matrix)
+        for matrix, rows, columns in self._turns(vector):
+            turned = matrix if rows is None else rows.T @ matrix
+            turned = turned if columns is None else turned @ columns
+            limit = 10 * torch.finfo(turned.dtype).eps * torch.linalg.vector_norm(turned)
+            matrix.copy_(turned.masked_fill_(turned.abs() < limit, 0.0))
         return vector
+
+    def back_(self, vector: Tensor) -> Tensor:
+        """Bring a flat vector of these coordinates back into those of the block, in place."""
+        for matrix, rows, columns in self._turns(vector):
+            turned = matrix if rows is None else rows @ matrix
+            matrix.copy_(turned if columns is None else turned @ columns.T)
+        return vector
+
+    def _turns(self, vector: Tensor) -> Iterator[tuple[Tensor, Tensor | None, Tensor | None]]:
+        """The matrices of which a side is turned, with the bases of rows and of columns."""
+        for own in self._matrices:
+            bases = [self._bases[own[axis]] if axis in own else None for axis in (0, 1)]
+            yield self._sides[next(iter(own.values()))].of(vector), *bases
 
 
 def _nearer(moments: Tensor, basis: Tensor, ridge: float) -> tuple[Tensor, Tensor]:

@@ -118,10 +118,10 @@ class _Walker:
         self._total = _copy(state.get("total"), shown).add_(shown, alpha=self._num_added)
 
     def move(self, policy: AdamWalk, gradient: Tensor, rate: float, count: int, *, adds: bool) -> None:
-        """Take a small step, the ``count``-th; ``adds`` it to the average."""
+        """Take a small step, the ``count``-th, which uses the gradient up; ``adds`` it to the average."""
         self._rotation.learn(gradient, self._mean, self._square, count)
-        turned = policy.direction(self._rotation.there(gradient), self._mean, self._square, count)
-        self.value.add_(self._rotation.back(turned), alpha=rate)
+        turned = policy.direction(self._rotation.there_(gradient), self._mean, self._square, count)
+        self.value.add_(self._rotation.back_(turned), alpha=rate)
         self.block.assign_(self.value)
         if adds:
             self._total.add_(self.value)

@@ -229,25 +229,30 @@ def test_there_is_none_where_the_method_is_chosen_by_hand(options: dict[str, Any
     assert run(BlockHF(blocks.by_layer(model), **options), objective, 1) == [False]
 
 
-def test_there_is_none_in_double_precision() -> None:
+@pytest.mark.parametrize(
+    ("dtype", "walks"), [(torch.float32, True), (torch.float64, True), (torch.bfloat16, False)]
+)
+def test_it_is_in_single_and_in_double_precision(dtype: torch.dtype, walks: bool) -> None:
     model, objective = make()
-    model.double()
+    model.to(dtype)
     optimizer = BlockHF(blocks.by_layer(model))
     inputs, labels = draw(0)
-    optimizer.step(objective, (inputs.double(), labels))
+    optimizer.step(objective, (inputs.to(dtype), labels))
     assert optimizer.report is not None
-    assert "small_steps" not in optimizer.report.work
+    assert ("small_steps" in optimizer.report.work) == walks
 
 
 def test_few_samples_that_come_again_are_walked_on_and_then_solved_exactly() -> None:
     model, objective = make()
-    optimizer = BlockHF(blocks.by_layer(model), walk=TRIES)
+    optimizer = BlockHF(blocks.by_layer(model))
     reports = []
     for _ in range(11):
         optimizer.step(objective, draw(0, 3000))
         reports.append(optimizer.report)
-    assert ["small_steps" in own.work for own in reports if own] == [True] * 8 + [False] * 3
-    assert [bool(own.complete) for own in reports if own] == [False] * 9 + [True] * 2
+    kinds = [("small_steps" in own.work, bool(own.complete)) for own in reports if own]
+    number = kinds.count((True, False))
+    assert kinds == [(True, False)] * number + [(False, True)] * (11 - number)
+    assert 2 <= number <= 4
 
 
 def test_a_trial_that_gains_less_lets_the_walk_go_on_from_where_it_has_got_to() -> None:
@@ -265,7 +270,7 @@ def test_the_parameters_are_an_average_where_noise_has_a_part_in_it() -> None:
     model, objective = make()
     optimizer = BlockHF(blocks.by_layer(model), walk=AdamWalk(slow=0.0))
     offsets = []
-    for number in range(12):
+    for number in range(8):  # the last one ends a stretch
         run(optimizer, objective, 1, first=number)
         state = optimizer.policy_state["walk"].of("0")
         offsets.append(float(state["offset"].norm()) if "offset" in state else 0.0)
@@ -406,6 +411,27 @@ def test_a_small_batch_that_is_not_finite_leaves_the_walk_as_it_was() -> None:
             optimizer.step(objective, draw(number, 64))
         found.append(objective(draw(99))[1].item())
     assert found[1] == pytest.approx(found[0], rel=0.1)
+
+
+def test_cheap_exact_solutions_take_over_once_the_walk_has_cost_as_much() -> None:
+    """A set of 1,000 samples and a network of 41 parameters: far fewer small steps than a walk has."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(2, 10), nn.Tanh(), nn.Linear(10, 1))
+    inputs = torch.randn(1000, 2)
+    targets = torch.sin(inputs[:, :1])
+
+    def objective(batch: Any) -> Any:
+        outputs = model(batch[0])
+        return outputs, (outputs - batch[1]).square().mean()
+
+    optimizer = BlockHF(blocks.single(model))
+    reports = []
+    for _ in range(8):
+        optimizer.step(objective, (inputs, targets))
+        reports.append(optimizer.report)
+    kinds = ["complete" if own.complete else "walk" if "small_steps" in own.work else "" for own in reports]
+    assert kinds == ["walk"] * kinds.count("walk") + ["complete"] * kinds.count("complete")
+    assert 1 <= kinds.count("walk") <= 4
 
 
 def test_few_samples_that_come_again_are_solved_exactly_at_once() -> None:

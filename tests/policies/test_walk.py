@@ -27,7 +27,8 @@ def parabola(lowest: float, bend: float = 1.0, level: float = 5.0) -> tuple[floa
         (0.8, True, 1.0),
         (0.5, True, 0.5),
         (0.3, True, 0.3),
-        (0.1, True, 0.2),
+        (0.2, False, 0.5),
+        (0.1, False, 0.5),
         (-1.0, False, 0.5),
     ],
 )
@@ -71,6 +72,15 @@ def test_noise_is_met_by_samples_and_steps_that_are_too_far_by_the_rate_as_well(
     state: dict[str, Any] = {"num_samples": stretch.num_samples, "rate": 0.01}
     AdamWalk().update(stretch, 0.01, judged, state)
     assert (state["rate"], state["num_samples"]) == (pytest.approx(rate), samples)
+
+
+def test_a_loss_that_only_rises_undoes_the_stretch() -> None:
+    """With noise the middle is below the ends, so that this is none; the next stretch is no longer."""
+    walk, state = AdamWalk(), {"num_steps": 14}
+    assert walk.judge(2.0, 2.3, 3.1) == walk.judge(2.0, 2.0, 3.1) == (False, 0.5)
+    assert walk.judge(2.0, 1.9, 3.1)[0]
+    walk.update(Stretch(14, 32, 64, most_samples=64), 0.01, (False, 0.5), state)
+    assert (state["num_steps"], state["num_samples"], state["rate"]) == (14, 32, 0.005)
 
 
 def test_stretches_grow_from_short_ones() -> None:
@@ -141,7 +151,9 @@ def test_small_steps_have_samples_by_what_a_sample_costs() -> None:
         assert found is not None
         return found.num_steps, found.num_samples, found.num_checked
 
-    assert sizes(60_000, 1e8, 10**6, 1) == (5, 32, 64)
+    assert sizes(60_000, 1e8, 10**6, 1) == (5, 32, 32)
+    assert sizes(60_000, 1e8, 10**6, 49) == (5, 32, 16)
+    assert sizes(1000, 1e3, 10**3, 1) == (5, 128, 32)  # fewer, so that there are enough of them
     assert sizes(60_000, 1e3, 10**3, 1) == (5, 512, 256)
     assert sizes(60_000, 0.0, 10**3, 1) == (5, 512, 256)  # an embedding: nothing counted
     assert sizes(60_000, 1e3, 10**3, 10_000) == (5, 512, 64)

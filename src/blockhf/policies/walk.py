@@ -189,11 +189,12 @@ class AdamWalk(Walk):
         least = _power_of_two(besides(num_params) / max(GRADIENT * forward, 1.0), *FEWEST_AND_MOST)
         wanted, taken = int(state.get("num_steps", self.first_steps)), int(state.get("num_taken", 0))
         number = min(int(state.get("num_samples", least)), num_available)
+        passes = PASSES_OF_A_SET if again else PASSES
         # Few samples tell the loss of a stretch that has few; each new number of them has to be counted once.
-        is_short = wanted * number < 4 * CHECKED
+        is_short = wanted * min(number, passes * num_available // FEWEST_STEPS) < 4 * CHECKED
         most, fewest = (CHECKED / 8, CHECKED / 16) if is_short else (CHECKED, CHECKED / 4)
         num_checked = min(math.ceil(max(most / math.sqrt(positions), fewest)), num_available // 4)
-        passes, left = (PASSES_OF_A_SET, num_available) if again else (PASSES, num_available - num_checked)
+        left = num_available if again else num_available - num_checked
         rotation = self.rotation * GRADIENT * forward * least
         if joins and (taken > 0 or wanted * number > passes * left):
             most = min(self.max_samples, num_available)
@@ -280,10 +281,11 @@ class AdamWalk(Walk):
         mean.lerp_(gradient, 1 - first)
         square.mul_(second).addcmul_(gradient, gradient, value=1 - second)
         scale = math.sqrt(1 - second**count)
-        direction = mean.div(square.sqrt().add_(scale * torch.finfo(square.dtype).tiny ** 0.5))
+        root = square.sqrt().add_(scale * torch.finfo(square.dtype).tiny ** 0.5)
+        direction = torch.addcdiv(mean.new_zeros(()), mean, root, value=-scale / (1 - first**count))
         # No gradients in a row can make it longer, but rotations that change between them can.
         longest = (1 - first) / math.sqrt((1 - second) * max(1 - first**2 / second, 1e-3)) if second else 1.0
-        return direction.mul_(-scale / (1 - first**count)).clamp_(-longest, longest)
+        return direction.clamp_(-longest, longest)
 
 
 SMALL_STEP, PER_PARAM = 3e7, 50.0
