@@ -60,7 +60,7 @@ def test_a_mean_goes_along_into_new_coordinates() -> None:
 
 
 def test_the_coordinates_come_in_order_and_squares_go_along() -> None:
-    """A side whose moments grow along the diagonal has its coordinates reversed, and its squares with them."""
+    """A side whose moments grow along the diagonal has its coordinates reversed, and its squares too."""
     side, steps = Side(0, 5, 3, 0), torch.arange(1.0, 6.0)
     gradient = torch.outer(steps, torch.ones(3)).flatten()
     rotation = Rotation([side], {}, gradient)

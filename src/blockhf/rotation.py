@@ -167,8 +167,8 @@ class Rotation:
     def _turns(self, vector: Tensor) -> Iterator[tuple[Tensor, Tensor | None, Tensor | None]]:
         """The matrices of which a side is turned, with the bases of rows and of columns."""
         for own in self._matrices:
-            bases = [self._bases[own[axis]] if axis in own else None for axis in (0, 1)]
-            yield self._sides[next(iter(own.values()))].of(vector), *bases
+            rows, columns = (self._bases[own[axis]] if axis in own else None for axis in (0, 1))
+            yield self._sides[next(iter(own.values()))].of(vector), rows, columns
 
 
 def _nearer(moments: Tensor, basis: Tensor, ridge: float) -> tuple[Tensor, Tensor]:
