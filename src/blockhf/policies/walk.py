@@ -288,7 +288,7 @@ class AdamWalk(Walk):
         return direction.clamp_(-longest, longest)
 
 
-SMALL_STEP, PER_PARAM = 3e7, 50.0
+SMALL_STEP, PER_PARAM = 4e7, 200.0
 """What a small step takes beside its gradient, in counted operations: by itself, and for each parameter."""
 
 FEWEST_AND_MOST = (32, 512)
