@@ -11,7 +11,7 @@ from blockhf.batches import lengths, stratified, without
 from blockhf.bookkeeping import BlockOptimizer
 from blockhf.meeting import Meeting
 from blockhf.options import PLAN
-from blockhf.plan import Role
+from blockhf.plan import Role, check_population
 from blockhf.policies import AdamWalk, DampingRule, Sampling, Stretch, Walk
 from blockhf.policies.walk import besides
 from blockhf.policy import State
@@ -29,6 +29,7 @@ class Opening(BlockOptimizer):
     damping: DampingRule
     sampling: Sampling
     walk: Walk
+    population: int | None
     seed: int
 
     @property
@@ -167,5 +168,6 @@ class Opening(BlockOptimizer):
         """Whether it is a sample of a kind that can be shared out among small steps."""
         if met.batch is None or met.given is not None or met.complete or lengths(met.batch):
             return False
+        check_population(self.population, sum(met.sizes))
         params = [param for block in met.before.blocks for param in block.params]
         return all(param.dtype in (torch.float32, torch.float64) for param in params)

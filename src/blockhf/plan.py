@@ -160,6 +160,15 @@ def why_complete(batch: Batch) -> str:
     return "the batch is the same again" if batch.again else ""
 
 
+def check_population(population: int | None, num_available: int) -> None:
+    """Refuse a number of all samples that is below that of a batch."""
+    if population is not None and num_available > population:
+        raise ValueError(
+            f"population is {population}, but the batch alone has {num_available} samples. Pass the number "
+            "of all samples that batches are drawn from, len(dataset), or None."
+        )
+
+
 def choose_sizes(
     num_available: int,
     search: Search,
@@ -190,11 +199,7 @@ def choose_sizes(
     """
     num_held_out, weight = 0, math.sqrt(positions)
     counted = int(num_available * weight)
-    if population is not None and num_available > population:
-        raise ValueError(
-            f"population is {population}, but the batch alone has {num_available} samples. Pass the number "
-            "of all samples that batches are drawn from, len(dataset), or None."
-        )
+    check_population(population, num_available)
     if searches:
         num_held_out = math.ceil(search.num_held_out(counted, sampling.size(counted, state)) / weight)
     number = num_available - num_held_out

@@ -9,7 +9,7 @@ import re
 import pytest
 import torch
 
-from blockhf import AllSamples, Backtracking, BlockHF, NoiseScale, blocks
+from blockhf import AllSamples, Backtracking, BlockHF, NoiseScale, NoWalk, blocks
 from blockhf.policies import StepCost
 from blockhf.policy import State
 from optimizer_tasks import Task
@@ -205,13 +205,15 @@ def test_directions_come_from_the_whole_batch_and_leave_the_damping_alone() -> N
 )
 def test_the_first_gradient_takes_few_of_what_is_not_held_out(num_samples: int, expected: int) -> None:
     task = Task(num_samples=num_samples)
-    assert gradient_batches(BlockHF(blocks.by_layer(task.model)), task)[0] == expected
+    optimizer = BlockHF(blocks.by_layer(task.model), walk=NoWalk())
+    assert gradient_batches(optimizer, task)[0] == expected
 
 
-def test_a_population_that_is_smaller_than_the_batch_is_refused() -> None:
-    task = Task(num_samples=200)
-    optimizer = BlockHF(blocks.by_layer(task.model), population=150)
-    with pytest.raises(ValueError, match=r"^population is 150, but the batch alone has 200 samples\."):
+@pytest.mark.parametrize("walk", [None, NoWalk()])
+def test_a_population_that_is_smaller_than_the_batch_is_refused(walk: NoWalk | None) -> None:
+    task = Task(num_samples=300)
+    optimizer = BlockHF(blocks.by_layer(task.model), population=150, walk=walk)
+    with pytest.raises(ValueError, match=r"^population is 150, but the batch alone has 300 samples\."):
         optimizer.step(task.objective, task.batch)
 
 

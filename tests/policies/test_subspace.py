@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from blockhf import BlockHF, Subspace, blocks
+from blockhf import BlockHF, NoWalk, Subspace, blocks
 from blockhf.batches import Share
 from blockhf.curvature import DoubleBackward, GaussNewton
 from blockhf.point import Linearizer, Point
@@ -342,7 +342,7 @@ def test_an_invalid_subspace_is_refused_with_value_and_bound(options: dict[str, 
 
 def test_a_rate_of_zero_moves_nothing_and_leaves_the_dampings_alone() -> None:
     task = Task(num_samples=200)
-    optimizer = BlockHF(blocks.by_layer(task.model), lr=0.0)
+    optimizer = BlockHF(blocks.by_layer(task.model), lr=0.0, walk=NoWalk())
     before = values(task.model)
     optimizer.step(task.objective, task.batch)
     assert optimizer.report.accepted
@@ -354,7 +354,8 @@ def test_a_block_without_a_direction_keeps_its_damping() -> None:
     task = Task(num_samples=200)
     used, idle = task.model[0], task.model[-1]
     optimizer = BlockHF(
-        [{"params": used.parameters(), "name": "used"}, {"params": idle.parameters(), "name": "idle"}]
+        [{"params": used.parameters(), "name": "used"}, {"params": idle.parameters(), "name": "idle"}],
+        walk=NoWalk(),
     )
     damping = optimizer.param_groups[0]["damping"]
 
@@ -441,7 +442,7 @@ def test_a_harmful_step_is_undone_and_damped() -> None:
         outputs = model(batch[0])
         return outputs, torch.nn.functional.mse_loss(outputs, batch[1]) + harm[0]
 
-    optimizer = BlockHF(blocks.by_layer(model), population=20_000)
+    optimizer = BlockHF(blocks.by_layer(model), population=20_000, walk=NoWalk())
     before = values(model)
     for _ in range(7):
         before = values(model)

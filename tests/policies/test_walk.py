@@ -45,6 +45,7 @@ def test_without_a_lowest_point_it_is_the_ends_that_count() -> None:
     assert walk.judge(3.0, 2.0, 1.0) == (True, 2.5)
     assert walk.judge(1.0, 2.0, 3.0) == (False, 0.5)
     assert walk.judge(3.0, 2.5, 1.0) == (True, 2.5)
+    assert walk.judge(3.0, 3.0, 3.0) == (True, 1.0)
 
 
 @pytest.mark.parametrize("after", [math.inf, math.nan])

@@ -217,6 +217,8 @@ class AdamWalk(Walk):
         """Whether to take a stretch, and by what to multiply the rate, from the losses along it."""
         if not math.isfinite(half + after):
             return False, 0.25
+        if before == half == after:  # at a rate of zero, as schedulers have at first
+            return True, 1.0
         if half >= before and after > before:  # noise has its middle below its ends
             return False, 0.5
         bend = 2 * (before + after - 2 * half)
