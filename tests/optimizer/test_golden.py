@@ -22,7 +22,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from blockhf import BlockHF, EmpiricalFisher, Hessian, NoiseScale, StepReport, blocks
+from blockhf import BlockHF, EmpiricalFisher, Hessian, NoiseScale, NoWalk, StepReport, blocks
 from blockhf.linalg import Cholesky
 from blockhf.preconditioners import Identity
 
@@ -164,7 +164,8 @@ class Run:
 
 
 def layers(**options: Any) -> Callable[[nn.Module], BlockHF]:
-    return lambda model: BlockHF(blocks.by_layer(model), **options)
+    """Gauss-Newton steps from the first, unless a walk is among the options."""
+    return lambda model: BlockHF(blocks.by_layer(model), **{"walk": NoWalk(), **options})
 
 
 # The default is untouched, but for what the name says. The tolerances come from disturbances of 1e-13 in the
@@ -179,14 +180,15 @@ RUNS: dict[str, dict[str, Run]] = {
         "deterministic": Run(Deterministic, layers(sampling=NoiseScale()), 14, 1e-8),
         "without a batch": Run(WithoutBatch, layers(sampling=NoiseScale()), 8, 1e-9),
         "formed blocks": Run(Formed, layers(solver=Cholesky(worth=100)), 8, 1e-10),
-        "noisy, one block": Run(Noisy, lambda model: BlockHF(blocks.single(model)), 5, 1e-9),
+        "noisy, one block": Run(Noisy, lambda model: BlockHF(blocks.single(model), walk=NoWalk()), 5, 1e-9),
         "noisy, of a population": Run(Noisy, layers(population=4000), 8, 1e-9),
         "noisy, in micro-batches": Run(Noisy, layers(micro_batch_size=100), 5, 1e-9),
         "formed blocks, in micro-batches": Run(
             Formed, layers(micro_batch_size=100, solver=Cholesky(worth=100)), 3, 1e-10
         ),
         "noisy, empirical Fisher": Run(Noisy, layers(curvature=EmpiricalFisher()), 5, 1e-9),
-        "deterministic, Hessian": Run(Deterministic, layers(curvature=Hessian()), 4, 1e-6),
+        "deterministic, Hessian": Run(Deterministic, layers(curvature=Hessian(), damping=1e-3), 4, 1e-6),
+        "a walk": Run(Noisy, layers(walk=None), 12, 1e-6),
     },
     "paper": {
         "one block": Run(
@@ -257,7 +259,7 @@ def recorded(found: list[StepReport]) -> dict[str, list[Any]]:
         "cg_steps": [[block.num_steps for block in report.blocks] for report in found],
         "damping": [[block.damping for block in report.blocks] for report in found],
         **{
-            name: [report.work[name] for report in found]
+            name: [report.work.get(name) for report in found]
             for name in ("gradient_batch", "curvature_batch", "flops")
         },
     }
@@ -300,7 +302,7 @@ def test_each_run_has_its_own_curve(factory: str) -> None:
 
 def test_a_disturbance_of_the_weights_stays_within_the_tolerance() -> None:
     """The tolerances leave room for rounding; one run each of the short ones stands for the others."""
-    for name in ("deterministic", "formed blocks", "deterministic, Hessian"):
+    for name in ("deterministic", "formed blocks", "deterministic, Hessian", "a walk"):
         run = RUNS["default"][name]
         found, golden = recorded(reports(run, disturbance=1e-13)), recorded(reported("default", name))
         assert found["loss"] == pytest.approx(golden["loss"], rel=run.rel / 10, abs=0.0)
@@ -328,11 +330,19 @@ def test_the_noisy_run_holds_samples_out_and_changes_its_sizes() -> None:
         assert all(block.residual > 1e-6 for block in report.blocks), "where CG was at work"
 
 
+def test_the_walk_is_of_small_steps() -> None:
+    found = reported("default", "a walk")
+    assert all(report.work["small_steps"] >= 1 for report in found)
+    assert any(report.loss_after is not None for report in found), "where a stretch ends"
+
+
 def test_the_noisy_run_is_preconditioned_by_kronecker_factors() -> None:
     residuals = []
     for options in ({}, {"preconditioner": Identity()}):
         task = Noisy()
-        optimizer = BlockHF(blocks.by_layer(task.model), damping=3e-3, max_cg_steps=5, **options)
+        optimizer = BlockHF(
+            blocks.by_layer(task.model), damping=3e-3, max_cg_steps=5, walk=NoWalk(), **options
+        )
         optimizer.step(task.objective, next(task.batches()))
         assert optimizer.report is not None
         residuals.append([block.residual for block in optimizer.report.blocks])
