@@ -149,12 +149,13 @@ def smooth_function() -> Data:
 
 
 def with_outliers() -> Data:
-    """Ten numbers, and a function of them whose noise has Cauchy's distribution."""
+    """Ten numbers, and a function of them with noise of deviation 0.1, and of 5 for each fiftieth sample."""
     generator = _generator(33)
     x = torch.randn(22_000, 10, generator=generator)
     y = torch.sin(2 * x[:, 0]) + x[:, 1] * x[:, 2] + x[:, 3].abs() + 0.5 * x[:, 4:].sum(dim=1).tanh()
-    noise = 0.1 * torch.tan(math.pi * (torch.rand(len(x), generator=generator) - 0.5))
-    return _split((x, (y + noise)[:, None]), 20_000, "made from seed 33")
+    deviation = torch.where(torch.rand(len(x), generator=generator) < 0.02, 5.0, 0.1)
+    y = y + deviation * torch.randn(len(x), generator=generator)
+    return _split((x, y[:, None]), 20_000, "made from seed 33")
 
 
 def few_samples() -> Data:
