@@ -22,16 +22,17 @@ _DAMPINGS = ("ByCoefficient", 1e-5, 1e-4, 1e-3, 3e-3, 1e-2, 1e-1, 1)
 def settings(task: Task, family: str) -> list[str]:
     """The settings of a family that the search tries; none where it does not apply.
 
-    Four rates with two batches. L-BFGS has two rates, two numbers of iterations on a batch, and two batches,
-    the larger one all samples. K-FAC is ``BlockHF`` with the preconditioner as its solution; it has the
-    default's rule and seven dampings.
+    Four rates with two batches, or eight with one. L-BFGS has two rates, two numbers of iterations on a
+    batch, and two batches, the larger one all samples. K-FAC is ``BlockHF`` with the preconditioner as its
+    solution; it has the default's rule and seven dampings.
     """
     small, large = task.batches
 
     def grid(text: str, rates: Sequence[float]) -> list[str]:
         name, _, rest = text.partition(":")
         options = f",{rest}" if rest else ""
-        return [f"{name}:lr={rate:g},batch={size}{options}" for rate in rates for size in (small, large)]
+        sizes = dict.fromkeys((small, large))
+        return [f"{name}:lr={rate:g},batch={size}{options}" for rate in rates for size in sizes]
 
     if family == "L-BFGS":
         if not task.has_lbfgs:

@@ -17,6 +17,7 @@ import torch
 from blockhf_lab import runs
 from blockhf_lab.arena import families, records, tasks, tuned
 from blockhf_lab.arena.base import Data, Task
+from blockhf_lab.arena.tasks import get
 from blockhf_lab.arena.training import GROWTH, train
 from blockhf_lab.optimizers import OPTIONAL, Spec
 
@@ -52,6 +53,7 @@ class Plan:
         share: Of each task's budget.
         processes: Runs at a time.
         again: Whether runs on record, but for those of the search, are made anew.
+        find: From a name to the task.
     """
 
     tasks: Sequence[str]
@@ -62,54 +64,60 @@ class Plan:
     share: float = 1.0
     processes: int = 1
     again: bool = False
+    find: Callable[[str], Task] = get
 
 
-def run(plan: Plan, tell: Callable[[str], None] = print) -> None:
+def run(
+    plan: Plan,
+    tell: Callable[[str], None] = print,
+    make_one: Callable[[Job, Data, Path], None] | None = None,
+) -> None:
     """Make the runs of a plan that are not on record; a killed plan goes on where it was."""
     torch.set_num_threads(1)
     for name in plan.tasks:
-        tasks.get(name)
+        plan.find(name)
     for family in plan.families:
-        families.settings(tasks.get(plan.tasks[0]), family)
+        families.settings(plan.find(plan.tasks[0]), family)
     for place in range(len(SEARCH) if plan.searches else 0):
         found = records.read(plan.out)
-        make([job for name in plan.tasks for job in _search(plan, name, place, found)], plan, tell)
-    chosen = tuned.choose(records.read(plan.out), _stage(-1)) if plan.searches else {}
+        make([job for name in plan.tasks for job in _search(plan, name, place, found)], plan, tell, make_one)
+    chosen = tuned.choose(records.read(plan.out), stage(-1)) if plan.searches else {}
     finals = []
     for name in plan.tasks:
         for family in plan.families:
             optimizer = chosen.get(name, {}).get(family) or tuned.setting(name, family)
             optimizer = optimizer or families.UNTUNED.get(family)
             if optimizer is None:
-                if families.settings(tasks.get(name), family):
+                if families.settings(plan.find(name), family):
                     tell(f"{name}: {family} is left out; no setting of it was searched for.")
                 continue
             finals += list(_finals(plan, name, optimizer))
-    make(finals, plan, tell)
+    make(finals, plan, tell, make_one)
 
 
 def _search(plan: Plan, name: str, place: int, found: Sequence[records.Record]) -> Iterator[Job]:
     """A round of the search: at first all settings, then those whose losses came lowest before."""
-    task, (number, share) = tasks.get(name), SEARCH[place]
+    task, (number, share) = plan.find(name), SEARCH[place]
     for family in plan.families:
-        if family == families.DEFAULT or family in families.SHARED:
+        if family == families.DEFAULT or families.SHARED.get(family) in plan.families:
             continue
         optimizers = families.settings(task, family)
         if place:
-            before = tuned.ranked(found, name, family, _stage(place - 1))
+            before = tuned.ranked(found, name, family, stage(place - 1))
             optimizers = [record.optimizer for record in before[:number]]
         for optimizer in optimizers:
-            yield Job(name, optimizer, 0, _stage(place), round(plan.share * task.seconds * share, 3))
+            yield Job(name, optimizer, 0, stage(place), round(plan.share * task.seconds * share, 3))
 
 
-def _stage(place: int) -> str:
+def stage(place: int) -> str:
+    """What records of a round of the search have as their stage."""
     return f"search {SEARCH[place][1]:g}"
 
 
 def _finals(plan: Plan, name: str, optimizer: str) -> Iterator[Job]:
     targets = tuned.targets(name)
     for seed in plan.seeds:
-        budget = round(plan.share * tasks.get(name).seconds, 3)
+        budget = round(plan.share * plan.find(name).seconds, 3)
         yield Job(name, optimizer, seed, "final", budget, targets[-1] if targets else None)
 
 
@@ -136,7 +144,7 @@ def make(
                 tell(f"{job.task}: {job.optimizer} is left out. pip install 'blockhf-lab[peers]' brings it.")
                 continue
             if job.task not in loaded:  # jobs come task by task, and data may be large
-                loaded = {job.task: tasks.get(job.task).load()}
+                loaded = {job.task: plan.find(job.task).load()}
             process = _process(job, loaded[job.task], plan.out, make_one or _make_one)
             process.start()
             running.append((job, process))

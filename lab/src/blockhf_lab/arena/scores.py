@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -44,13 +44,17 @@ class Pair:
         return own / others if math.isfinite(own) else math.inf
 
 
-def finals(found: Sequence[Record], settings: Mapping[str, Mapping[str, str]]) -> list[Record]:
+def finals(
+    found: Sequence[Record],
+    settings: Mapping[str, Mapping[str, str]],
+    names: Collection[str] = tasks.TASKS,
+) -> list[Record]:
     """The final runs, of the tuned families those of the chosen setting."""
     return [
         record
         for record in found
         if record.stage == "final"
-        and record.task in tasks.TASKS
+        and record.task in names
         and settings.get(record.task, {}).get(record.family, record.optimizer) == record.optimizer
     ]
 
@@ -67,10 +71,15 @@ def _spent(point: Point | None, axis: Axis) -> float:
     return math.inf if value is None else float(value)
 
 
-def pairs(runs: Sequence[Record], targets: Mapping[str, Sequence[float]], axis: Axis) -> list[Pair]:
+def pairs(
+    runs: Sequence[Record],
+    targets: Mapping[str, Sequence[float]],
+    axis: Axis,
+    names: Collection[str] = tasks.TASKS,
+) -> list[Pair]:
     """All pairs of tasks and targets. Where nothing is counted for a task (GE), it has no pairs."""
     found = []
-    for name in tasks.TASKS:
+    for name in names:
         own = [record for record in runs if record.task == name]
         by_family = {
             family: members

@@ -11,7 +11,7 @@ from __future__ import annotations
 import argparse
 import functools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -65,8 +65,8 @@ def choose(found: Sequence[Record], stage: str) -> dict[str, dict[str, str]]:
     return chosen
 
 
-def derive(found: Sequence[Record], stage: str) -> dict[str, Any]:
-    """Settings and targets of the tasks whose peers are on record."""
+def derive(found: Sequence[Record], stage: str, names: Iterable[str] = tasks.TASKS) -> dict[str, Any]:
+    """Settings and targets of those of the tasks whose peers are on record."""
     result: dict[str, Any] = {}
     for task, settings in choose(found, stage).items():
         peers = [
@@ -81,14 +81,14 @@ def derive(found: Sequence[Record], stage: str) -> dict[str, Any]:
         if peers:
             best = min(peers, key=lambda record: record.best())
             result[task] |= {
-                "targets": _targets(best),
+                "targets": targets_of(best),
                 "from": best.optimizer,
                 "seconds": best.budget,
             }
-    return {name: result[name] for name in tasks.TASKS if name in result}
+    return {name: result[name] for name in names if name in result}
 
 
-def _targets(run: Record) -> list[float]:
+def targets_of(run: Record) -> list[float]:
     """The losses of a run after shares of its budget, plus 1 %; below the start, and 5 % apart."""
     found: list[float] = []
     for share in reversed(SHARES):
