@@ -184,7 +184,7 @@ def _wait(
 def _make_one(job: Job, data: Data, out: Path) -> None:
     torch.set_num_threads(1)
     task: Task = tasks.get(job.task)
-    growth = _SEARCH_GROWTH if job.stage == "search" else GROWTH
+    growth = _SEARCH_GROWTH if job.stage.startswith("search") else GROWTH
     spec = Spec.parse(job.optimizer)
     record = train(task, data, spec, job.seed, job.budget, growth=growth, stop_at=job.stop_at)
     put_down(job, record, out)
