@@ -201,9 +201,9 @@ class AdamWalk(Walk):
             num_checked = min(4 * num_checked, CHECKED, num_available)
             num_steps = min(wanted - taken, num_available // number)
             return Stretch(num_steps, number, num_checked, most, rotation, is_part=True, ends=taken >= wanted)
-        least = min(least, 1 << max(passes * left // FEWEST_STEPS, 1).bit_length() - 1)
-        if least < FEWEST_AND_MOST[0]:
+        if PASSES * left < FEWEST_STEPS * FEWEST_AND_MOST[0]:
             return None
+        least = min(least, 1 << min(passes * left // FEWEST_STEPS, left).bit_length() - 1)
         most = max(min(self.max_samples, left * passes // FEWEST_STEPS, left // 4), least)
         number = min(int(state.get("num_samples", least)), most)
         num_steps = min(wanted, passes * (left // number))
