@@ -22,6 +22,7 @@ from blockhf import (
     EmpiricalFisher,
     Formed,
     Identity,
+    NoWalk,
     Subspace,
     Traced,
     blocks,
@@ -411,7 +412,7 @@ def noisy() -> dict[str, Any]:
     rank = dist.get_rank()
     model, objective_for, (inputs, targets) = make()
     batch = (inputs.repeat(100, 1)[rank::2], targets.repeat(100)[rank::2])
-    optimizer = BlockHF(blocks.by_layer(model), mesh=mesh)
+    optimizer = BlockHF(blocks.by_layer(model), mesh=mesh, walk=NoWalk())
     sizes = []
     for _ in range(4):
         optimizer.step(objective_for("mean"), batch)

@@ -155,15 +155,13 @@ def select(batch: Any, places: Tensor) -> Any:
     def pick(member: Any) -> Any:
         if isinstance(member, Tensor):
             if id(member) not in picked:
-                picked[id(member)] = rows(member)
+                chosen = member.index_select(0, places.to(member.device)) if member.dim() > 0 else member
+                is_leaf = member.requires_grad and member.is_leaf
+                picked[id(member)] = chosen.detach().requires_grad_() if is_leaf else chosen
             return picked[id(member)]
         if isinstance(member, (list, tuple)):
             return type(member)(member[place] for place in places.tolist())
         return member[places.numpy()]
-
-    def rows(member: Tensor) -> Tensor:
-        chosen = member.index_select(0, places.to(member.device)) if member.dim() > 0 else member
-        return chosen.detach().requires_grad_() if member.requires_grad and member.is_leaf else chosen
 
     return _cut(batch, pick)
 

@@ -46,11 +46,13 @@ from blockhf.policies import (
     NoWalk,
     RelativeDamping,
     Search,
+    Stretch,
 )
 from blockhf.policy import PolicyState
 from blockhf.preconditioners import Identity
 from blockhf.samples import Structure
 from blockhf.update import Update
+from blockhf.walking import Walked
 
 if TYPE_CHECKING:
     from typing import Self  # from Python 3.11 on
@@ -137,7 +139,7 @@ class NamedMethods(Opening):
             number = joint_fingerprint([own[2:] for own in met])
             again = number is not None and number == memory.get("fingerprint")
             memory.update(differs="fingerprint" in memory and not again, fingerprint=number, again=again)
-            again = again and not self._falls_fast(structure, sum(own[0] for own in met))
+            again = again and not self._falls_fast(sum(own[0] for own in met))
         reason = why_complete(
             Batch(
                 num_samples,
@@ -161,32 +163,39 @@ class NamedMethods(Opening):
             self._renew(is_first="num_updates" not in memory)
         return "all samples are asked for" if self.given >= _LEAST_SQUARES else reason
 
-    def _falls_fast(self, structure: Structure, total: int) -> bool:
+    def _falls_fast(self, total: int) -> bool:
         """Whether exact solutions are dear, and cheaper steps still lower the loss a good deal."""
         memory = self._memory
         last = memory.get("last_losses", ())
         if "num_walks" in memory and not self._walk_rests():
-            return not self._has_walked_enough(structure, total)
+            return not self._has_walked_enough(total)
         if "price" not in memory and "num_walks" in memory:
             return True  # a step will tell
         if memory.get("is_complete") or memory.get("price", 0.0) <= DEAR:
             return False
         return len(last) <= WINDOW or last[-1] < 0.8 * last[-1 - WINDOW]
 
-    def _has_walked_enough(self, structure: Structure, total: int) -> bool:
+    def _has_walked_enough(self, total: int) -> bool:
         """Whether exact solutions are cheap, and the walk has cost as much as the first of them will.
 
         So what both cost together is at most twice what the better one alone would have.
         """
-        if total > FEW_SAMPLES or not self._can_be_exact():
+        if total > FEW_SAMPLES or "price" not in self._memory or not self._can_be_exact():
             return False
-        sizes = [sum(param.numel() for param in group["params"]) for group in self.param_groups]
-        own = (structure.forward_flops or 0.0, float(structure.num_outputs), 1.0)
+        walked = self.policy_state["walk"].shared.get("walked", 0.0)
+        return bool(self._memory["price"] <= DEAR and walked >= self._memory["exact_cost"])
+
+    def _note_stretch(self, policy: AdamWalk, stretch: Stretch, met: Meeting, walked: Walked) -> None:
+        """Tell the policy what a stretch has gained, and take down what exact solutions would cost."""
+        super()._note_stretch(policy, stretch, met, walked)
+        total, sizes = sum(met.sizes), [block.size for block in met.before.blocks]
+        if total > FEW_SAMPLES or lengths(met.batch):
+            return
+        own = (met.structure.forward_flops or 0.0, float(met.structure.num_outputs), 1.0)
         forward, num_outputs, number = self.mesh.add_up(list(own))
         gradient = total * max(GRADIENT * forward / number, 6.0 * sum(sizes))
         products = price(int(total * num_outputs / number), sizes, gradient)
-        walked = self.policy_state["walk"].shared.get("walked", 0.0)
-        return products <= DEAR and walked >= products * PRODUCT * gradient
+        self._memory.update(price=products, exact_cost=products * PRODUCT * gradient)
 
     def _note_price(self, update: Update) -> None:
         """Take down the loss, and what exact solutions would cost, while it is open which way is better."""

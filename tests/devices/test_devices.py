@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import blockhf
-from blockhf import BlockHF, Point, blocks
+from blockhf import BlockHF, NoWalk, Point, blocks
 from blockhf.curvature.jacobian import FormingError
 from blockhf.fx_graphs import TracingError
 
@@ -85,9 +85,9 @@ class Task:
             device.move(self.model)
         self.batch = self.draw()
 
-    def draw(self) -> Any:
+    def draw(self, number: int = 160) -> Any:
         """A new batch."""
-        batch = (torch.randn(160, 4, dtype=self._dtype), torch.randint(0, 3, (160,)))
+        batch = (torch.randn(number, 4, dtype=self._dtype), torch.randint(0, 3, (number,)))
         return batch if self._device is None else tuple(map(self._device.tensor, batch))
 
     def objective(self, batch: Any) -> tuple[Tensor, Tensor]:
@@ -145,7 +145,7 @@ def waits_of_a_step(method: str, device: Any, *, depth: int, max_cg_steps: int) 
     The first ones check the objective.
     """
     task = Task(device, depth=depth)
-    optimizer = METHODS[method][0](blocks.by_layer(task.model), max_cg_steps=max_cg_steps)
+    optimizer = METHODS[method][0](blocks.by_layer(task.model), max_cg_steps=max_cg_steps, walk=NoWalk())
     batches = [task.draw() for _ in range(4)]
     for batch in batches[:3]:
         optimizer.step(task.objective, batch)
@@ -164,6 +164,21 @@ def test_a_step_rarely_waits_for_the_device(method: str, depth: int, max_cg_step
     found, num_tries = waits_of_a_step(method, device, depth=depth, max_cg_steps=max_cg_steps)
     assert 1 <= len(found) <= METHODS[method][1], found
     assert num_tries <= 4
+
+
+@pytest.mark.parametrize("depth", [0, 4])
+def test_a_stretch_of_small_steps_rarely_waits_for_the_device(depth: int, device: Any) -> None:
+    """However many small steps it has: for the losses along it, and those of averages."""
+    task = Task(device, depth=depth)
+    optimizer = BlockHF(blocks.by_layer(task.model))
+    batches, counts = [task.draw(400) for _ in range(6)], []
+    for batch in batches:
+        with device.counting() as found:
+            optimizer.step(task.objective, batch)
+        assert optimizer.report is not None
+        counts.append((optimizer.report.work["small_steps"], len(found)))
+    assert max(number for number, _ in counts) >= 5
+    assert max(waits for _, waits in counts[1:]) <= 8, counts
 
 
 @pytest.mark.parametrize("depth", [0, 4])

@@ -35,12 +35,12 @@ def test_a_plain_loop_with_schedule_and_average_resumes_to_equal_parameters() ->
 
 def test_reports_are_curves_in_tensorboard(tmp_path: Path) -> None:
     pytest.importorskip("tensorboard")
-    run("trainers/plain_loop", *TINY, "--steps", "2", "--log", str(tmp_path))
+    run("trainers/plain_loop", *TINY, "--steps", "8", "--log", str(tmp_path))
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     events = EventAccumulator(str(tmp_path)).Reload()
-    assert {"blockhf/loss", "blockhf/damping/0"} <= set(events.Tags()["scalars"])
-    assert [event.step for event in events.Scalars("blockhf/loss")] == [1, 2]
+    assert {"blockhf/loss", "blockhf/seconds"} <= set(events.Tags()["scalars"])
+    assert [event.step for event in events.Scalars("blockhf/loss")][:2] == [1, 2]
 
 
 def test_the_page_on_trainers_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

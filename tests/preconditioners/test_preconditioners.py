@@ -18,6 +18,7 @@ from blockhf import (
     Hessian,
     Kronecker,
     LinearOperator,
+    NoWalk,
     PolicyState,
     Precondition,
     Preconditioner,
@@ -234,7 +235,10 @@ def test_micro_batches_draw_what_the_whole_batch_draws(preconditioner: Precondit
     for micro_batch_size in (None, 30):
         task = Task(num_samples=300)
         optimizer = BlockHF(
-            blocks.by_layer(task.model), preconditioner=preconditioner, micro_batch_size=micro_batch_size
+            blocks.by_layer(task.model),
+            preconditioner=preconditioner,
+            micro_batch_size=micro_batch_size,
+            walk=NoWalk(),
         )
         optimizer.step(task.objective, task.batch)
         found.append(values(task.model))
