@@ -150,15 +150,10 @@ def select(batch: Any, places: Tensor) -> Any:
             before += n
         return chosen
 
-    picked: dict[int, Tensor] = {}  # what is there twice, as an autoencoder's pictures are, is picked once
-
     def pick(member: Any) -> Any:
         if isinstance(member, Tensor):
-            if id(member) not in picked:
-                chosen = member.index_select(0, places.to(member.device)) if member.dim() > 0 else member
-                is_leaf = member.requires_grad and member.is_leaf
-                picked[id(member)] = chosen.detach().requires_grad_() if is_leaf else chosen
-            return picked[id(member)]
+            chosen = member.index_select(0, places.to(member.device)) if member.dim() > 0 else member
+            return chosen.detach().requires_grad_() if member.requires_grad and member.is_leaf else chosen
         if isinstance(member, (list, tuple)):
             return type(member)(member[place] for place in places.tolist())
         return member[places.numpy()]
