@@ -215,11 +215,13 @@ def curves(arena: Arena) -> Figure:
     panels = figure.subplots(rows, columns, squeeze=False).flatten()
     labels: dict[str, Artist] = {}
     for panel, name in zip(panels, names, strict=False):
+        starts = [record.points[0].loss for record in arena.runs if record.task == name]
+        highest = 10 * max(filter(math.isfinite, starts), default=math.inf)  # of what is not divergence
         for family in arena.families:
             for record in arena.runs:
                 if (record.task, record.family) != (name, family):
                     continue
-                points = [point for point in record.points[1:] if math.isfinite(point.loss)]
+                points = [point for point in record.points[1:] if point.loss <= highest]
                 along = [point.seconds for point in points], [point.loss for point in points]
                 width = 2.2 if family == families.DEFAULT else 1.1
                 marker = "o" if len(points) == 1 else None
