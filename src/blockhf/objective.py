@@ -199,11 +199,7 @@ def check_outputs(evaluation: Evaluation, *, twice_in_loss: bool = True) -> None
         twice_in_loss: Whether the loss will be differentiated twice by the outputs.
     """
     outputs, loss = evaluation.outputs, evaluation.loss
-    if not outputs:
-        raise ValueError(
-            "The objective gave no outputs that can be differentiated, so there is nothing to take J of. A "
-            f"closure for torch.optim.LBFGS returns the loss alone; here outputs come with it. {_WRITE}"
-        )
+    check_any_outputs(len(outputs))
     edges = [_edge(output) for output in outputs]
     behind_loss = _ancestors(loss) if loss.requires_grad else set()
     if not behind_loss.intersection(edges):
@@ -221,6 +217,15 @@ def check_outputs(evaluation: Evaluation, *, twice_in_loss: bool = True) -> None
                     "clone."
                 )
     _check_once(evaluation, behind_loss, twice_in_loss=twice_in_loss)
+
+
+def check_any_outputs(number: int) -> None:
+    """Raise where an objective has none, which is known without looking at its graph."""
+    if number == 0:
+        raise ValueError(
+            "The objective gave no outputs that can be differentiated, so there is nothing to take J of. A "
+            f"closure for torch.optim.LBFGS returns the loss alone; here outputs come with it. {_WRITE}"
+        )
 
 
 def num_nodes(evaluation: Evaluation) -> int:

@@ -12,6 +12,7 @@ from torch import Tensor
 from blockhf.blocks import Block
 from blockhf.ledger import Ledger
 from blockhf.meeting import Meeting
+from blockhf.objective import check_any_outputs
 from blockhf.plan import Role, Sizes, draw_plan
 from blockhf.point import Point
 from blockhf.policies import AdamWalk, Stretch
@@ -302,6 +303,7 @@ def _take_small_steps(
         point = met.make_point(*taken, [own.value for own in walkers])
         _, gradient = point.gradient(looks=number == 0)
         if number == 0:
+            check_any_outputs(met.structure.num_tensors)
             met.before.protect(point.buffers)
             buffers = [(buffer, buffer.clone()) for buffer in point.buffers]
             losses.append(point.own_loss)

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from blockhf import Auto, BlockHF, Cholesky, DoubleBackward, Formed, Traced, blocks
+from blockhf import Auto, BlockHF, Cholesky, DoubleBackward, Formed, NoWalk, Traced, blocks
 from blockhf.curvature import auto
 from blockhf.curvature.formed import FormingError
 from blockhf.fx_graphs import TracingError
@@ -126,7 +126,7 @@ def test_a_loaded_state_takes_as_many_samples_where_blocks_are_formed() -> None:
     """What forming costs must not depend on what the process saw before: sizes go by it."""
 
     def optimizer_for(model: nn.Module) -> BlockHF:
-        return BlockHF(blocks.by_layer(model))
+        return BlockHF(blocks.by_layer(model), walk=NoWalk())
 
     def steps(optimizer: BlockHF, model: nn.Module) -> list[Any]:
         found = []

@@ -18,6 +18,7 @@ from blockhf import (
     GaussNewton,
     Hessian,
     MonteCarloFisher,
+    NoWalk,
     PolicyState,
     Samples,
     Traced,
@@ -270,7 +271,7 @@ def test_a_record_that_does_not_run_is_no_trace() -> None:
         outputs = head(lstm(batch[0])[0][:, -1])
         return outputs, nn.functional.cross_entropy(outputs, batch[1])
 
-    optimizer = BlockHF(blocks.by_module(model))
+    optimizer = BlockHF(blocks.by_module(model), walk=NoWalk())
     with warnings.catch_warnings():  # torch has other kernels on other machines
         warnings.filterwarnings(
             "ignore", "This objective cannot be traced: the recorded operations do not run"

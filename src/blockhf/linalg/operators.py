@@ -64,7 +64,11 @@ class Root:
             self._attempts.clear()
             damped = self.smaller.clone()
             damped.diagonal().add_(damping)
-            self._attempts[damping] = torch.linalg.cholesky_ex(damped)
+            factor, failed = torch.linalg.cholesky_ex(damped)
+            # A singular matrix has a factor too, if rounding likes, whose last pivots are rounding alone.
+            rounding = 4 * torch.finfo(damped.dtype).eps * damped.diagonal().mean()
+            is_singular = (factor.diagonal().square() <= rounding).any()
+            self._attempts[damping] = factor, failed.bool() | is_singular
         return self._attempts[damping]
 
     def factor(self, damping: float) -> Tensor | None:
