@@ -100,9 +100,12 @@ def _lower_gram(A: Tensor, num_strips: int = 8) -> Tensor:
 
 
 def _cholesky(K: Tensor, damping: float) -> Tensor | None:
-    """The factor of ``K + damping I`` with a little more on the diagonal, for rounding's sake."""
+    """The factor of ``K + damping I`` with a little more on the diagonal, for rounding's sake.
+
+    What is added makes an error as large as it is, and rounding one of its own size over what is added.
+    """
     damped, diagonal = K.clone(), K.diagonal()
-    extra = 4 * torch.finfo(K.dtype).eps * float(diagonal.mean())
+    extra = torch.finfo(K.dtype).eps ** 0.7 * float(diagonal.mean())
     for _ in range(5):
         damped.diagonal().copy_(diagonal + damping + extra)
         factor, failed = torch.linalg.cholesky_ex(damped)
