@@ -125,8 +125,11 @@ class NamedMethods(Opening):
         if batch is not None and self.population is None and self._looks_for_sets():
             is_over = self._memory.get("differs") or self._memory.get("is_drawn")
             numbers += [] if is_over else marks(batch, FEW_SAMPLES)
-        described = {**self._description(), "the proportions of the kinds of samples": proportions(batch)}
-        return self.mesh.meet(numbers, (batch, curvature_batch), described)
+
+        def describe() -> dict[str, Any]:
+            return {**self._description(), "the proportions of the kinds of samples": proportions(batch)}
+
+        return self.mesh.meet(numbers, (batch, curvature_batch), describe)
 
     def _adopt(
         self, batch: Any, curvature_batch: Any, structure: Structure, met: Sequence[Sequence[int]]

@@ -57,6 +57,8 @@ class Role:
         """How many of them each rank has."""
         if self.places is None:
             return list(self.sizes)
+        if len(self.sizes) == 1:
+            return [len(self.places)]
         ends = torch.tensor(self.sizes, device="cpu").cumsum(0)
         before = [0, *torch.searchsorted(self.places, ends).tolist()]
         return [end - start for start, end in itertools.pairwise(before)]

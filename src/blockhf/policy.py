@@ -67,6 +67,8 @@ class PolicyState:
 
 def copied(value: Any, *, clone: bool = True) -> Any:
     """Nested mappings and lists with copies of their tensors, or with the same tensors."""
+    if isinstance(value, (int, float, str)):  # most are, and asking for a mapping takes long
+        return value
     if isinstance(value, Mapping):
         return {key: copied(item, clone=clone) for key, item in value.items()}
     if isinstance(value, (list, tuple)):

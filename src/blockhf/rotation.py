@@ -130,9 +130,9 @@ class Rotation:
         if not self._sides:
             return
         for side, moments in zip(self._sides, self._moments, strict=True):
-            matrix = side.of(gradient)
-            own = matrix.T @ matrix if side.axis else matrix @ matrix.T
-            moments.lerp_(own, 1 - MEMORY if count > 1 else 1.0)
+            matrix = side.of(gradient).T if side.axis else side.of(gradient)
+            share = 1 - MEMORY if count > 1 else 1.0
+            moments.addmm_(matrix, matrix.T, beta=1 - share, alpha=share)
         if is_refreshed(count):
             old = self.back_(mean.clone())
             found = [

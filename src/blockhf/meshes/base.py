@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import abc
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -61,13 +61,15 @@ class Mesh(abc.ABC):
         """Whether a block is solved here."""
 
     @abc.abstractmethod
-    def meet(self, numbers: Sequence[int], batch: Any, description: Mapping[str, Any]) -> list[list[int]]:
+    def meet(
+        self, numbers: Sequence[int], batch: Any, describe: Callable[[], Mapping[str, Any]]
+    ) -> list[list[int]]:
         """Begin a step: what each process has, place by place.
 
         Args:
             numbers: What the others are to know of this process.
             batch: Its samples; one must look like another where they are gathered.
-            description: What must be the same everywhere.
+            describe: Tells what must be the same everywhere, where there are others.
 
         Raises:
             ValueError: The processes differ.
@@ -125,7 +127,9 @@ class Local(Mesh):
     def is_alone(self) -> bool:
         return True
 
-    def meet(self, numbers: Sequence[int], batch: Any, description: Mapping[str, Any]) -> list[list[int]]:
+    def meet(
+        self, numbers: Sequence[int], batch: Any, describe: Callable[[], Mapping[str, Any]]
+    ) -> list[list[int]]:
         return [list(numbers)]
 
     def own_curvature(self, point: Point, plan: Plan) -> tuple[Point, list[int]]:

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import abc
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -93,7 +93,9 @@ class Distributed(Mesh):
     def owns(self, name: str) -> bool:
         return self._owners[name] == self.ranks.block
 
-    def meet(self, numbers: Sequence[int], batch: Any, description: Mapping[str, Any]) -> list[list[int]]:
+    def meet(
+        self, numbers: Sequence[int], batch: Any, describe: Callable[[], Mapping[str, Any]]
+    ) -> list[list[int]]:
         self.ranks.traffic.clear()
         alike = self.ranks.num_blocks > 1
         kinds = [
@@ -102,7 +104,7 @@ class Distributed(Mesh):
         ]
         if not kinds:
             raise ValueError("On a mesh the samples are shared out: pass them to step() as the batch.")
-        description = {**description, "the kind of a sample": kinds}
+        description = {**describe(), "the kind of a sample": kinds}
         met = self.ranks.numbers([zlib.crc32(repr(description).encode()), *numbers], "numbers")
         if len({each[0] for each in met}) > 1:
             self._agree(description)
