@@ -48,6 +48,7 @@ from blockhf.policies import (
     Search,
     Stretch,
 )
+from blockhf.policies.walk import SMALL_STEP
 from blockhf.policy import PolicyState
 from blockhf.preconditioners import Identity
 from blockhf.samples import Structure
@@ -71,6 +72,10 @@ def _plain() -> dict[str, Any]:
 
 DEAR = 300.0
 """Products that exact solutions may cost at once where a batch comes again."""
+
+SET_UP = 100 * SMALL_STEP
+"""What the first exact solution takes to be traced and checked, in counted operations: as long as a hundred
+small steps of a small network."""
 
 WINDOW = 3
 """A batch whose exact solutions are dear is a sample while the loss falls by a fifth in so many steps."""
@@ -196,9 +201,21 @@ class NamedMethods(Opening):
             return
         own = (met.structure.forward_flops or 0.0, float(met.structure.num_outputs), 1.0)
         forward, num_outputs, number = self.mesh.add_up(list(own))
-        gradient = total * max(GRADIENT * forward / number, 6.0 * sum(sizes))
-        products = price(int(total * num_outputs / number), sizes, gradient)
-        self._memory.update(price=products, exact_cost=products * PRODUCT * gradient)
+        gradient = self._note_exact(total, num_outputs / number, GRADIENT * forward / number, sizes)
+        self._memory["exact_cost"] = self._memory["price"] * PRODUCT * gradient + SET_UP
+
+    def _note_exact(self, total: int, num_outputs: float, gradient: float, sizes: Sequence[int]) -> float:
+        """Take down how many products exact solutions cost; the result is the cost of a gradient.
+
+        Args:
+            total: Samples.
+            num_outputs: Outputs of a sample.
+            gradient: Counted operations of its gradient; some operations of small models are not counted.
+            sizes: Parameters of the blocks.
+        """
+        gradient = total * max(gradient, 6.0 * sum(sizes))
+        self._memory["price"] = price(int(total * num_outputs), sizes, gradient)
+        return gradient
 
     def _note_price(self, update: Update) -> None:
         """Take down the loss, and what exact solutions would cost, while it is open which way is better."""
@@ -209,10 +226,9 @@ class NamedMethods(Opening):
             return
         own = (ledger.totals.get("gradient", 0), ledger.work.gradient_samples)
         gradient, number = self.mesh.add_up([float(each) for each in own])
+        num_outputs = float(update.point.samples.structure.num_outputs)
         sizes = [block.size for block in update.blocks]
-        gradient = max(gradient / max(number, 1.0), 6.0 * sum(sizes))
-        num_outputs = update.point.samples.structure.num_outputs
-        memory["price"] = price(total * num_outputs, sizes, total * gradient)
+        self._note_exact(total, num_outputs, gradient / max(number, 1.0), sizes)
         memory["last_losses"] = [*memory.get("last_losses", ()), update.value][-1 - WINDOW :]
 
     def _looks_for_sets(self) -> bool:

@@ -13,7 +13,7 @@ from blockhf.meeting import Meeting
 from blockhf.options import PLAN
 from blockhf.plan import Role, check_population
 from blockhf.policies import AdamWalk, DampingRule, Sampling, Stretch, Walk
-from blockhf.policies.walk import besides
+from blockhf.policies.walk import ENOUGH, besides
 from blockhf.policy import State
 from blockhf.scalars import read
 from blockhf.update import BESIDES, Update
@@ -110,9 +110,10 @@ class Opening(BlockOptimizer):
         """
         state = self.policy_state["walk"]
         cost = float(state.shared.pop("part_cost", 0.0)) + self._cost(stretch.num_steps, met)
-        policy.note_stretch(
-            sum(met.sizes), walked.num_steps, walked.after, walked.before - walked.after, cost, state.shared
-        )
+        counted = sum(met.sizes) * math.sqrt(met.structure.num_positions)
+        is_enough = counted >= ENOUGH or bool(self._memory.get("again", False))
+        gain = walked.before - walked.after
+        policy.note_stretch(walked.after, gain, cost, state.shared, is_enough=is_enough)
         if not policy.is_trying(state.shared):
             return
         self.policy_state["sampling"].shared.setdefault("size", stretch.num_samples)

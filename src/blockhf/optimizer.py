@@ -129,7 +129,7 @@ class BlockHF(NamedMethods):
         *,
         lr: float = 1.0,
         damping: float | DampingRule | None = None,
-        max_cg_steps: int = 3,
+        max_cg_steps: int = 4,
         cg_rtol: float = 1e-6,
         cg_progress: float = 0.0,
         warm_start: float = 0.0,

@@ -109,9 +109,9 @@ class AdamWalk(Walk):
     What the walk shows are averages: of the small steps at the end, those of the stretch's second half, and
     halfway between these and what it showed before, the parameters with the lowest loss on those samples.
 
-    Once four full stretches lower the loss by less than the share ``slow`` of it, some Gauss-Newton steps
-    are tried. Where they gain more for their cost than the last two stretches did, the walk is over for good.
-    Else it goes on, until it gains less than they did, or has cost several times as much.
+    Once a walk has lowered the loss by less than the share ``slow`` of it while its cost doubled, some
+    Gauss-Newton steps are tried. Where they gain more for their cost than the last four stretches did, the
+    walk is over for good. Else it goes on for several times their cost.
 
     Args:
         length: Of the first small steps, over all parameters: it is the rate times the root of their number,
@@ -124,7 +124,8 @@ class AdamWalk(Walk):
         max_samples: The most samples of a small step.
         rotation: What the rotations may cost, in gradients; 0 for none.
         averages: Whether it shows averages where their loss is lower.
-        slow: The share of the loss that four stretches must gain, or Gauss-Newton steps are tried.
+        slow: The share of the loss that must be gained while the cost doubles, or Gauss-Newton steps are
+            tried.
         trials: How many of them; the first, which damping has not yet adapted to, does not count.
         damping: What damping is multiplied by for these: near a minimum less of it will do.
 
@@ -244,21 +245,28 @@ class AdamWalk(Walk):
         state.update(rate=rate * factor, num_samples=number, num_steps=num_steps, num_taken=0)
 
     def note_stretch(
-        self, num_available: int, num_steps: int, loss: float, gain: float, cost: float, state: State
+        self, loss: float, gain: float, cost: float, state: State, *, is_enough: bool = True
     ) -> None:
-        """Take down what a stretch has gained, and see whether to try Gauss-Newton steps."""
-        gains = [*state.get("gains", ()), [gain, cost, num_steps]][-WINDOW:]
+        """Take down what a stretch has gained, and see whether to try Gauss-Newton steps.
+
+        Args:
+            loss: At its end.
+            gain: By how much it has lowered that.
+            cost: In counted operations.
+            state: What the policy keeps.
+            is_enough: Whether the batch has samples enough for them.
+        """
+        gains = [*state.get("gains", ()), [gain, cost]]
         num_stretches = int(state.get("num_stretches", 0)) + 1
-        walked = float(state.get("walked", 0.0)) + cost
-        state.update(gains=gains, walked=walked, num_stretches=num_stretches)
-        steps = sum(own for *_, own in gains)
-        is_slow = sum(own for own, *_ in gains) < self.slow * abs(loss) * steps / (WINDOW * self.max_steps)
-        last, cost = state.get("trial", (0.0, 0.0))
-        if (
-            num_stretches >= 2 * WINDOW
-            and is_slow
-            and (walked >= PATIENCE * cost or _pays(gains[-2:]) < last)
-        ):
+        walked, total = (float(state.get(name, 0.0)) + cost for name in ("walked", "total"))
+        while len(gains) > WINDOW and sum(own for _, own in gains[1:]) >= total / 2:
+            gains = gains[1:]
+        if len(gains) > MOST_KEPT:
+            gains = [*_in_pairs(gains[:-WINDOW]), *gains[-WINDOW:]]
+        state.update(gains=gains, walked=walked, total=total, num_stretches=num_stretches)
+        is_slow = sum(own for own, _ in gains) < self.slow * abs(loss)
+        _, last = state.get("trial", (0.0, 0.0))
+        if is_enough and is_slow and num_stretches >= 2 * WINDOW and walked >= PATIENCE * last:
             state.update(tried=[], walked=0.0)
 
     def is_trying(self, state: State) -> bool:
@@ -273,9 +281,8 @@ class AdamWalk(Walk):
         state["tried"] = tried
         if len(tried) >= self.trials:
             del state["tried"]
-            pays = _pays(tried[1:]) / MARGIN
-            is_over = pays > _pays(state["gains"][-2:])
-            state.update(is_over=is_over, trial=[pays, sum(own for _, own in tried)])
+            pays, cost = _pays(tried[1:]) / MARGIN, sum(own for _, own in tried)
+            state.update(is_over=pays > _pays(state["gains"][-WINDOW:]), trial=[pays, cost])
 
     def direction(self, gradient: Tensor, mean: Tensor, square: Tensor, count: int) -> Tensor:
         """Of a small step; the averages move in place, and ``count`` is the number of the step from 1."""
@@ -315,10 +322,14 @@ LONGEST = 4
 """Stretches grow on as rates fall, up to so many times the usual length."""
 
 ENOUGH = 1024
-"""Gauss-Newton steps are tried on batches of so many samples: with fewer none tell how far they lead."""
+"""Gauss-Newton steps are tried on new batches of so many samples, each of which counts as the root of its
+predictions: with fewer none tell how far they lead."""
 
 WINDOW = 4
-"""Stretches over which gain and cost are added up."""
+"""The fewest stretches over which gain and cost are added up."""
+
+MOST_KEPT = 64
+"""Stretches whose gain and cost are kept one by one; older ones are added up in pairs."""
 
 PATIENCE = 5.0
 """A walk goes on for at least so many times the cost of the last trial of Gauss-Newton steps."""
@@ -334,7 +345,11 @@ def besides(num_params: int) -> float:
 
 def _pays(gains: Sequence[Sequence[float]]) -> float:
     """What was gained for its cost."""
-    return sum(gain for gain, *_ in gains) / max(sum(cost for _, cost, *_ in gains), 1.0)
+    return sum(gain for gain, _ in gains) / max(sum(cost for _, cost in gains), 1.0)
+
+
+def _in_pairs(gains: Sequence[Sequence[float]]) -> list[list[float]]:
+    return [[sum(own) for own in zip(*gains[at : at + 2], strict=True)] for at in range(0, len(gains), 2)]
 
 
 def _power_of_two(number: float, least: int, most: int) -> int:
