@@ -22,6 +22,12 @@ from blockhf.walking import Walked, end_stretch, take_part, take_stretch
 TRIED = 1024
 """Samples that tell, at the most, what a Gauss-Newton step on trial has gained."""
 
+WAITS = "waits"
+"""Under what name the walk keeps where it is while Gauss-Newton steps are tried."""
+
+FIRST_SAMPLES = 2048
+"""Of the first Gauss-Newton step after a walk: with fewer the gradient costs less than the curvature."""
+
 
 class Opening(BlockOptimizer):
     """An optimizer whose runs open with a walk."""
@@ -106,7 +112,8 @@ class Opening(BlockOptimizer):
     def _note_stretch(self, policy: AdamWalk, stretch: Stretch, met: Meeting, walked: Walked) -> None:
         """Tell the policy what a stretch has gained; where it tries Gauss-Newton steps now, prepare them.
 
-        They begin where the walk has got to: with as many samples, and with little damping.
+        They begin with what the walk shows, with at least as many samples, and with little damping. The walk
+        itself waits where it is: small steps from where they lead would be long ones there.
         """
         state = self.policy_state["walk"]
         cost = float(state.shared.pop("part_cost", 0.0)) + self._cost(stretch.num_steps, met)
@@ -116,9 +123,10 @@ class Opening(BlockOptimizer):
         policy.note_stretch(walked.after, gain, cost, state.shared, is_enough=is_enough)
         if not policy.is_trying(state.shared):
             return
-        self.policy_state["sampling"].shared.setdefault("size", stretch.num_samples)
-        for own in state.blocks.values():
-            own.pop("offset", None)  # after them it goes on from where they are
+        self.policy_state["sampling"].shared.setdefault("size", max(stretch.num_samples, FIRST_SAMPLES))
+        for block in met.before.blocks:
+            shown, own = block.values(), state.of(block.name)
+            own[WAITS] = shown + own.pop("offset").to(shown) if "offset" in own else shown
         for group in self.param_groups:
             if group["damping"] == self.damping.initial:  # and not set by hand
                 group["damping"] = policy.damping * self.damping.initial
@@ -140,6 +148,11 @@ class Opening(BlockOptimizer):
         policy.note_step(gain, flops + BESIDES, state.shared)
         if state.shared.get("is_over", False):
             state.blocks.clear()
+        elif not policy.is_trying(state.shared):
+            for block in met.before.blocks:
+                shown, place = block.values(), state.of(block.name).pop(WAITS, None)
+                if place is not None and len(place) == len(shown):
+                    state.of(block.name)["offset"] = place.to(shown) - shown
 
     def _gained(self, met: Meeting, update: Update) -> float:
         """By how much a step has lowered the loss of samples that it did not see, or of a set's own.

@@ -110,8 +110,9 @@ class AdamWalk(Walk):
     halfway between these and what it showed before, the parameters with the lowest loss on those samples.
 
     Once a walk has lowered the loss by less than the share ``slow`` of it while its cost doubled, some
-    Gauss-Newton steps are tried. Where they gain more for their cost than the last four stretches did, the
-    walk is over for good. Else it goes on for several times their cost.
+    Gauss-Newton steps are tried. Where they gain more for their cost than the share ``enough`` of what the
+    last four stretches did, the walk is over for good. Else it goes on from where it was, for several times
+    their cost. The share is below 1 as what a long walk leaves over is hard for Gauss-Newton steps too.
 
     Args:
         length: Of the first small steps, over all parameters: it is the rate times the root of their number,
@@ -127,6 +128,7 @@ class AdamWalk(Walk):
         slow: The share of the loss that must be gained while the cost doubles, or Gauss-Newton steps are
             tried.
         trials: How many of them; the first, which damping has not yet adapted to, does not count.
+        enough: What they have to gain for their cost, in what the walk gains for its own.
         damping: What damping is multiplied by for these: near a minimum less of it will do.
 
     >>> walk = AdamWalk()
@@ -145,8 +147,9 @@ class AdamWalk(Walk):
     max_samples: int = 4096
     rotation: float = 1.0
     averages: bool = True
-    slow: float = 0.1
+    slow: float = 0.15
     trials: int = 4
+    enough: float = 2 / 3
     damping: float = 0.03
 
     def __post_init__(self) -> None:
@@ -170,6 +173,8 @@ class AdamWalk(Walk):
         for name, value in (("rotation", self.rotation), ("slow", self.slow)):
             if not 0 <= value < math.inf:
                 raise ValueError(f"{name} is {value}, but must be at least 0.")
+        if not 0 < self.enough < math.inf:
+            raise ValueError(f"enough is {self.enough}, but must be above 0.")
         if not 0 < self.damping <= 1:
             raise ValueError(f"damping is {self.damping}, but must be above 0 and at most 1.")
 
@@ -281,8 +286,9 @@ class AdamWalk(Walk):
         state["tried"] = tried
         if len(tried) >= self.trials:
             del state["tried"]
-            pays, cost = _pays(tried[1:]) / MARGIN, sum(own for _, own in tried)
-            state.update(is_over=pays > _pays(state["gains"][-WINDOW:]), trial=[pays, cost])
+            pays, cost = _pays(tried[1:]), sum(own for _, own in tried)
+            is_over = pays > self.enough * _pays(state["gains"][-WINDOW:])
+            state.update(is_over=is_over, trial=[pays, cost])
 
     def direction(self, gradient: Tensor, mean: Tensor, square: Tensor, count: int) -> Tensor:
         """Of a small step; the averages move in place, and ``count`` is the number of the step from 1."""
@@ -333,9 +339,6 @@ MOST_KEPT = 64
 
 PATIENCE = 5.0
 """A walk goes on for at least so many times the cost of the last trial of Gauss-Newton steps."""
-
-MARGIN = 1.25
-"""Gauss-Newton steps must gain so much more for their cost: their lengths are fitted to what judges them."""
 
 
 def besides(num_params: int) -> float:
