@@ -119,8 +119,8 @@ class Opening(BlockOptimizer):
         cost = float(state.shared.pop("part_cost", 0.0)) + self._cost(stretch.num_steps, met)
         counted = sum(met.sizes) * math.sqrt(met.structure.num_positions)
         is_enough = counted >= ENOUGH or bool(self._memory.get("again", False))
-        gain = walked.before - walked.after
-        policy.note_stretch(walked.after, gain, cost, state.shared, is_enough=is_enough)
+        gain, num_steps = walked.before - walked.after, walked.num_steps
+        policy.note_stretch(walked.after, gain, cost, num_steps, state.shared, is_enough=is_enough)
         if not policy.is_trying(state.shared):
             return
         self.policy_state["sampling"].shared.setdefault("size", max(stretch.num_samples, FIRST_SAMPLES))

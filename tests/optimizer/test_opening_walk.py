@@ -74,7 +74,7 @@ def test_it_opens_with_small_steps_and_ends_with_large_ones_where_these_gain_mor
     optimizer = BlockHF(blocks.by_layer(model), walk=TRIES)
     first = until_tried(optimizer, objective)
     assert first > 8
-    optimizer.policy_state["walk"].shared["gains"] = [[0.0, 1.0]] * 4  # as if the walk stood still
+    optimizer.policy_state["walk"].shared["gains"] = [[0.0, 1.0, 50]] * 4  # as if the walk stood still
     assert not any(run(optimizer, objective, 10, first=first))  # once it is over, it is over
     assert objective(draw(99))[1].item() < 0.2
     state = optimizer.state_dict()["policies"]["walk"]
@@ -260,7 +260,7 @@ def test_a_trial_that_gains_less_lets_the_walk_go_on_from_where_it_has_got_to() 
     optimizer = BlockHF(blocks.by_layer(model), walk=TRIES)
     first = until_tried(optimizer, objective)
     state = optimizer.policy_state["walk"]
-    state.shared["gains"] = [[1e9, 1.0]] * 4  # no step gains as much
+    state.shared["gains"] = [[1e9, 1.0, 50]] * 4  # no step gains as much
     before = {name: own["waits"].clone() for name, own in state.blocks.items()}
     assert run(optimizer, objective, 3, first=first) == [False] * 3
     for block in optimizer._blocks():

@@ -98,7 +98,7 @@ def walked(walk: AdamWalk, gain: float, number: int = 8) -> dict[str, Any]:
     """The state after some stretches from a loss of 1, with a cost of 100 each."""
     state: dict[str, Any] = {}
     for _ in range(number):
-        walk.note_stretch(1.0, gain, 100.0, state)
+        walk.note_stretch(1.0, gain, 100.0, 10, state)
     return state
 
 
@@ -109,7 +109,7 @@ def test_gauss_newton_steps_are_tried_where_the_walk_gains_little_of_the_loss(un
         state: dict[str, Any] = {}
         for number in range(8):
             assert not walk.is_trying(state), number
-            walk.note_stretch(unit, gain * unit, 100.0, state)
+            walk.note_stretch(unit, gain * unit, 100.0, 10, state)
         assert walk.is_trying(state) == is_slow
         assert (walk.stretch(60_000, 1e6, 1000, 1, state) is None) == is_slow
 
@@ -136,7 +136,7 @@ def test_they_are_tried_again_once_the_walk_has_cost_several_times_as_much(gain:
         walk.note_step(own, 100.0, state)
     found = 0
     while not walk.is_trying(state):
-        walk.note_stretch(1.0, gain, 100.0, state)
+        walk.note_stretch(1.0, gain, 100.0, 10, state)
         found += 1
     assert found == 20
 
@@ -145,29 +145,40 @@ def test_what_counts_is_the_gain_while_the_cost_doubles() -> None:
     """Stretches that grow dear are not slow for that, as long as they gain enough."""
     walk, state = AdamWalk(), dict[str, Any]()
     for _ in range(10):
-        walk.note_stretch(1.0, 0.045, 100.0, state)
+        walk.note_stretch(1.0, 0.045, 100.0, 1, state)
     for number in range(8):  # the last half of the cost has 0.23 at first, and with the eighth 0.13
         assert not walk.is_trying(state), number
-        walk.note_stretch(1.0, 0.005, 80.0, state)
+        walk.note_stretch(1.0, 0.005, 80.0, 1, state)
+    assert walk.is_trying(state)
+
+
+def test_after_a_long_walk_four_stretches_that_gain_little_are_slow_too() -> None:
+    """Or else a walk that takes ever longer for the same part of the loss would never be over."""
+    walk, state = AdamWalk(), dict[str, Any]()
+    for number in range(100):
+        walk.note_stretch(1.0, 0.05 if number < 8 else 0.026, 100.0, 50, state)  # a tenth in four of them
+        assert not walk.is_trying(state)
+    for _ in range(3):
+        walk.note_stretch(1.0, 0.0, 100.0, 50, state)
     assert walk.is_trying(state)
 
 
 def test_what_a_long_walk_keeps_of_its_past_is_bounded() -> None:
     walk, state = AdamWalk(), dict[str, Any]()
     for number in range(1, 1000):
-        walk.note_stretch(1.0, 1.0, 1.0, state)
-        kept = sum(cost for _, cost in state["gains"])
+        walk.note_stretch(1.0, 1.0, 1.0, 1, state)
+        kept = sum(cost for _, cost, _ in state["gains"])
         assert len(state["gains"]) <= 65
-        assert kept == sum(gain for gain, _ in state["gains"])
+        assert kept == sum(gain for gain, *_ in state["gains"])
         assert kept >= min(number, number / 2)
 
 
 def test_no_gauss_newton_step_is_tried_on_few_samples() -> None:
     walk, state = AdamWalk(), dict[str, Any]()
     for _ in range(50):
-        walk.note_stretch(1.0, 0.0, 100.0, state, is_enough=False)
+        walk.note_stretch(1.0, 0.0, 100.0, 10, state, is_enough=False)
         assert not walk.is_trying(state)
-    walk.note_stretch(1.0, 0.0, 100.0, state)
+    walk.note_stretch(1.0, 0.0, 100.0, 10, state)
     assert walk.is_trying(state)
 
 

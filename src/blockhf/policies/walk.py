@@ -109,10 +109,11 @@ class AdamWalk(Walk):
     What the walk shows are averages: of the small steps at the end, those of the stretch's second half, and
     halfway between these and what it showed before, the parameters with the lowest loss on those samples.
 
-    Once a walk has lowered the loss by less than the share ``slow`` of it while its cost doubled, some
-    Gauss-Newton steps are tried. Where they gain more for their cost than the share ``enough`` of what the
-    last four stretches did, the walk is over for good. Else it goes on from where it was, for several times
-    their cost. The share is below 1 as what a long walk leaves over is hard for Gauss-Newton steps too.
+    Once a walk has lowered the loss by less than the share ``slow`` of it while its cost doubled, or by two
+    thirds of that in four full stretches, some Gauss-Newton steps are tried. Where they gain more for their
+    cost than the share ``enough`` of what the last four stretches did, the walk is over for good. Else it
+    goes on from where it was, for several times their cost. The share is below 1 as what a long walk leaves
+    over is hard for Gauss-Newton steps too.
 
     Args:
         length: Of the first small steps, over all parameters: it is the rate times the root of their number,
@@ -250,7 +251,14 @@ class AdamWalk(Walk):
         state.update(rate=rate * factor, num_samples=number, num_steps=num_steps, num_taken=0)
 
     def note_stretch(
-        self, loss: float, gain: float, cost: float, state: State, *, is_enough: bool = True
+        self,
+        loss: float,
+        gain: float,
+        cost: float,
+        num_steps: int,
+        state: State,
+        *,
+        is_enough: bool = True,
     ) -> None:
         """Take down what a stretch has gained, and see whether to try Gauss-Newton steps.
 
@@ -258,18 +266,21 @@ class AdamWalk(Walk):
             loss: At its end.
             gain: By how much it has lowered that.
             cost: In counted operations.
+            num_steps: Its small steps.
             state: What the policy keeps.
             is_enough: Whether the batch has samples enough for them.
         """
-        gains = [*state.get("gains", ()), [gain, cost]]
+        gains = [*state.get("gains", ()), [gain, cost, num_steps]]
         num_stretches = int(state.get("num_stretches", 0)) + 1
         walked, total = (float(state.get(name, 0.0)) + cost for name in ("walked", "total"))
-        while len(gains) > WINDOW and sum(own for _, own in gains[1:]) >= total / 2:
+        while len(gains) > WINDOW and sum(own for _, own, _ in gains[1:]) >= total / 2:
             gains = gains[1:]
         if len(gains) > MOST_KEPT:
             gains = [*_in_pairs(gains[:-WINDOW]), *gains[-WINDOW:]]
         state.update(gains=gains, walked=walked, total=total, num_stretches=num_stretches)
-        is_slow = sum(own for own, _ in gains) < self.slow * abs(loss)
+        is_slow = sum(own for own, *_ in gains) < self.slow * abs(loss)
+        recent, steps = (sum(own) for own in list(zip(*gains[-WINDOW:], strict=True))[::2])
+        is_slow |= recent < SLOW_NOW * self.slow * abs(loss) * steps / (WINDOW * self.max_steps)
         _, last = state.get("trial", (0.0, 0.0))
         if is_enough and is_slow and num_stretches >= 2 * WINDOW and walked >= PATIENCE * last:
             state.update(tried=[], walked=0.0)
@@ -337,6 +348,9 @@ WINDOW = 4
 MOST_KEPT = 64
 """Stretches whose gain and cost are kept one by one; older ones are added up in pairs."""
 
+SLOW_NOW = 2 / 3
+"""Four full stretches that gain less than this part of ``slow`` are slow, whatever the walk has cost before."""
+
 PATIENCE = 5.0
 """A walk goes on for at least so many times the cost of the last trial of Gauss-Newton steps."""
 
@@ -348,7 +362,7 @@ def besides(num_params: int) -> float:
 
 def _pays(gains: Sequence[Sequence[float]]) -> float:
     """What was gained for its cost."""
-    return sum(gain for gain, _ in gains) / max(sum(cost for _, cost in gains), 1.0)
+    return sum(gain for gain, *_ in gains) / max(sum(cost for _, cost, *_ in gains), 1.0)
 
 
 def _in_pairs(gains: Sequence[Sequence[float]]) -> list[list[float]]:
