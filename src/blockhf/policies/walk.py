@@ -349,7 +349,7 @@ MOST_KEPT = 64
 """Stretches whose gain and cost are kept one by one; older ones are added up in pairs."""
 
 SLOW_NOW = 2 / 3
-"""Four full stretches that gain less than this part of ``slow`` are slow, whatever the walk has cost before."""
+"""Four full stretches that gain less than this part of ``slow`` are slow, whatever the walk has cost."""
 
 PATIENCE = 5.0
 """A walk goes on for at least so many times the cost of the last trial of Gauss-Newton steps."""
