@@ -95,9 +95,18 @@ class Opening(BlockOptimizer):
             sum(block.size for block in met.before.blocks),
             met.structure.num_positions,
             self.policy_state["walk"].shared,
-            again=bool(self._memory.get("again", False)),
-            joins=bool(self._memory.get("differs", False)),
+            again=self._comes_again(sum(met.sizes)),
+            joins=self._is_new(sum(met.sizes)),
         )
+
+    def _comes_again(self, total: int) -> bool:
+        """Whether a batch of so many samples is a set that comes again, as far as that is known."""
+        return bool(self._memory.get("again", False)) or total == self.population
+
+    def _is_new(self, total: int) -> bool:
+        """Whether batches of so many samples are new ones each time, as far as that is known."""
+        is_part = self.population is not None and total < self.population
+        return is_part or bool(self._memory.get("differs", False))
 
     def _cost(self, num_steps: int, met: Meeting) -> float:
         """What this step has cost so far, with so many small steps."""
@@ -118,7 +127,7 @@ class Opening(BlockOptimizer):
         state = self.policy_state["walk"]
         cost = float(state.shared.pop("part_cost", 0.0)) + self._cost(stretch.num_steps, met)
         counted = sum(met.sizes) * math.sqrt(met.structure.num_positions)
-        is_enough = counted >= ENOUGH or bool(self._memory.get("again", False))
+        is_enough = counted >= ENOUGH or self._comes_again(sum(met.sizes))
         gain, num_steps = walked.before - walked.after, walked.num_steps
         policy.note_stretch(walked.after, gain, cost, num_steps, state.shared, is_enough=is_enough)
         if not policy.is_trying(state.shared):
@@ -164,7 +173,7 @@ class Opening(BlockOptimizer):
         others = torch.arange(total, device="cpu")
         roles = [role.places for role in (plan.gradient, plan.held_out) if role is not None]
         seen = [places for places in roles if places is not None]
-        if not self._memory.get("again", False) and len(seen) == len(roles):
+        if not self._comes_again(total) and len(seen) == len(roles):
             unseen = without(torch.cat(seen), total)
             others = unseen if 8 * len(unseen) >= TRIED else others
         number = min(TRIED, len(others))

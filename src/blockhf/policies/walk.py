@@ -345,7 +345,7 @@ predictions: with fewer none tell how far they lead."""
 WINDOW = 4
 """The fewest stretches over which gain and cost are added up."""
 
-MOST_KEPT = 64
+MOST_KEPT = 16
 """Stretches whose gain and cost are kept one by one; older ones are added up in pairs."""
 
 SLOW_NOW = 2 / 3
