@@ -428,8 +428,8 @@ def noisy() -> dict[str, Any]:
 def walk(mesh: Any = None, rank: int = 0, num_ranks: int = 1, rotation: float = 1.0) -> dict[str, Any]:
     """The default's first steps, which are stretches of small ones, with every rank's part of a batch."""
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(5, 16), nn.Tanh(), nn.Linear(16, 1))
-    inputs = torch.randn(6000, 5)
+    model = nn.Sequential(nn.Linear(5, 16), nn.Tanh(), nn.Linear(16, 1)).double()
+    inputs = torch.randn(6000, 5).double()
     batch = [own.chunk(num_ranks)[rank] for own in (inputs, inputs[:, :1].sin())]
 
     def objective(batch: Any) -> tuple[Tensor, Tensor]:

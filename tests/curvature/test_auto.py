@@ -62,7 +62,7 @@ def test_by_default_only_small_blocks_are_formed_for_the_sake_of_an_exact_soluti
         step(optimizer, model, 600)
         assert optimizer.report is not None
         ways[small] = [block.products.partition(",")[0] for block in optimizer.report.blocks]
-        assert [block.num_products for block in optimizer.report.blocks][1:] == [3, 0]
+        assert [block.num_products for block in optimizer.report.blocks][1:] == [4, 0]
     assert ways == {1000: ["traced", "traced", "formed"], 2000: ["formed", "traced", "formed"]}
     assert Cholesky().small == 1000
 

@@ -30,7 +30,8 @@ def test_a_record_tells_what_passed_failed_and_was_skipped(tmp_path: Path) -> No
     record = versions.here([str(tmp_path / "test_few.py")])
     assert (record["passed"], len(record["failed"]), record["skipped"]) == (1, 1, {"not here": 1})
     assert record["failed"][0].endswith("::test_wrong")
-    assert record["losses"] == sorted(record["losses"], reverse=True)
+    assert len(record["losses"]) == 5
+    assert record["losses"][-1] < record["losses"][0] / 4
     assert record["blockhf"] == blockhf.__version__
     assert (
         versions.record_name({"torch": "2.13.0+cpu", "python": "3.11.7"}) == "torch-2.13.0-python-3.11.json"

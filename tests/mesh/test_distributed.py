@@ -267,9 +267,9 @@ def test_ranks_agree_on_the_number_of_samples(pair: Pair) -> None:
     assert "solved by rank" in first["report"]
 
 
-@pytest.mark.parametrize(("rotation", "rtol"), [(0.0, 1e-4), (1.0, 1e-2)])
+@pytest.mark.parametrize(("rotation", "rtol"), [(0.0, 1e-4), (1.0, 1e-9)])
 def test_ranks_walk_as_one_process_does(pair: Pair, rotation: float, rtol: float) -> None:
-    """Sums come in another order, and rotations let rounding grow, where there were no gradients yet."""
+    """In double precision: sums come in another order, and rotations make rounding of single precision large."""
     first, second = (own[rotation] for own in pair("walking"))
     alone = mesh_tasks.walk(rotation=rotation)
     assert first["reasons"] == second["reasons"] == alone["reasons"]

@@ -325,7 +325,7 @@ def test_the_noisy_run_holds_samples_out_and_changes_its_sizes() -> None:
     assert len(set(sizes)) >= 3
     assert max(sizes) < Noisy.num_samples, "as some are held out"
     for report in found:
-        assert [block.num_steps for block in report.blocks] == [3, 3, 3]
+        assert [block.num_steps for block in report.blocks] == [4, 4, 4]
         assert kinds(report) == ["double backward"] * 3
         assert all(block.residual > 1e-6 for block in report.blocks), "where CG was at work"
 
@@ -371,7 +371,7 @@ def test_one_block_is_formed_and_solved_exactly_and_the_other_is_not(name: str) 
     for report in reported("default", name):
         assert kinds(report) == ["double backward", "formed"]
         large, small = report.blocks
-        assert (large.num_steps, large.status) == (3, "step limit")
+        assert (large.num_steps, large.status) == (4, "step limit")
         assert (small.num_steps, small.num_products, small.status) == (0, 0, "converged")
         assert small.residual < 1e-10
         assert report.loss_before is not None
