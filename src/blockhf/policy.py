@@ -69,11 +69,13 @@ def copied(value: Any, *, clone: bool = True) -> Any:
     """Nested mappings and lists with copies of their tensors, or with the same tensors."""
     if isinstance(value, (int, float, str)):  # most are, and asking for a mapping takes long
         return value
-    if isinstance(value, Mapping):
-        return {key: copied(item, clone=clone) for key, item in value.items()}
+    if isinstance(value, Tensor):
+        return value.detach().clone() if clone else value
     if isinstance(value, (list, tuple)):
         return [copied(item, clone=clone) for item in value]
-    return value.detach().clone() if clone and isinstance(value, Tensor) else value
+    if isinstance(value, Mapping):
+        return {key: copied(item, clone=clone) for key, item in value.items()}
+    return value
 
 
 def _plain(value: Any) -> str:
