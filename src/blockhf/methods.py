@@ -190,7 +190,7 @@ class NamedMethods(Opening):
         """
         if total > FEW_SAMPLES or "price" not in self._memory or not self._can_be_exact():
             return False
-        walked = self.policy_state["walk"].shared.get("walked", 0.0)
+        walked = self.policy_state["walk"].shared.get("total", 0.0)
         return bool(self._memory["price"] <= DEAR and walked >= self._memory["exact_cost"])
 
     def _note_stretch(self, policy: AdamWalk, stretch: Stretch, met: Meeting, walked: Walked) -> None:
