@@ -207,6 +207,15 @@ def is_functorch_wrapper(tensor: Tensor) -> bool:
     return False
 
 
+def copy_each(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
+    """Copy the second of each pair into the first. Without the joint call this is done one by one."""
+    try:
+        torch._foreach_copy_([into for into, _ in pairs], [own for _, own in pairs])
+    except AttributeError:
+        for into, own in pairs:
+            into.copy_(own)
+
+
 # Devices and processes.
 
 

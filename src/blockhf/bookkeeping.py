@@ -25,6 +25,7 @@ from blockhf.options import (
     check_policies,
     check_settings,
     check_state,
+    coupled_decay,
     describe_groups,
     read_policies,
     shapes,
@@ -177,8 +178,7 @@ class BlockOptimizer(Optimizer):
 
     def _weight_decay(self) -> dict[str, float]:
         """The factors of the penalties in the loss, by block."""
-        groups = [group for group in self.param_groups if not group["decoupled_weight_decay"]]
-        return {group["name"]: float(group["weight_decay"]) for group in groups}
+        return {group["name"]: coupled_decay(group) for group in self.param_groups}
 
     def _updates(self, param: Tensor) -> int:
         return int(self.state[param]["step"]) if param in self.state else 0

@@ -24,7 +24,8 @@ class Meeting:
         complete: Why the samples are all there is; empty where they are not.
         searches: Whether the search is asked.
         structure: What is known of the objective.
-        make_point: Makes the point on some samples, at the parameters or at others.
+        make_point: Makes the point on some samples, at the parameters or at others; with other blocks too,
+            then without penalties.
         groups: The parameter groups, one for each block.
         before: All as it was before.
         watch: Measures the phases.

@@ -364,11 +364,16 @@ class BlockHF(NamedMethods):
         linearizer = Linearizer(self.curvature, self.products, self.policy_state["products"])
         groups = {group["name"]: group for group in self.param_groups}
 
-        def make_point(own: Any, share: Share, origin: Sequence[Tensor] | None = None) -> Point:
+        def make_point(
+            own: Any,
+            share: Share,
+            origin: Sequence[Tensor] | None = None,
+            joint: Sequence[Block] | None = None,
+        ) -> Point:
             samples = Samples(
                 objective,
                 own,
-                blocks,
+                joint or blocks,
                 share=share,
                 micro_batch_size=self.micro_batch_size,
                 reduction=self.reduction,
@@ -376,9 +381,8 @@ class BlockHF(NamedMethods):
                 ledger=self.ledger,
                 structure=structure,
             )
-            return Point(
-                samples, linearizer, before.origin if origin is None else origin, self._weight_decay()
-            )
+            decay = {} if joint else self._weight_decay()
+            return Point(samples, linearizer, before.origin if origin is None else origin, decay)
 
         return Meeting(
             batch=batch,

@@ -82,6 +82,11 @@ def check_policies(policies: Mapping[str, Any]) -> None:
         )
 
 
+def coupled_decay(group: Mapping[str, Any]) -> float:
+    """The factor of a block's penalty, where its weight decay is part of the loss."""
+    return 0.0 if group["decoupled_weight_decay"] else float(group["weight_decay"])
+
+
 def check_group(block: str, options: Mapping[str, Any]) -> None:
     """Raise where an option of a parameter group is out of bounds."""
 

@@ -5,14 +5,17 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import astuple, dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from blockhf._torch import copy_each
 from blockhf.blocks import Block
 from blockhf.ledger import Ledger
 from blockhf.meeting import Meeting
 from blockhf.objective import check_any_outputs
+from blockhf.options import coupled_decay
 from blockhf.plan import Role, Sizes, draw_plan
 from blockhf.point import Point
 from blockhf.policies import AdamWalk, Stretch
@@ -101,59 +104,164 @@ class Underway:
 
 
 class _Walker:
-    """A block on its way: where it is, and what it keeps from small step to small step."""
+    """Blocks of one device and type on their way, as one flat vector, with what they keep on it."""
 
-    def __init__(self, block: Block, shown: Tensor, sides: Sequence[Side], state: State) -> None:
-        shapes = [list(param.shape) for param in block.params]
-        if state.get("shapes", shapes) != shapes:  # some of its parameters are frozen by now, or thawed
-            state = {}
-        offset = state.get("offset")
-        self.block, self.shapes = block, shapes
-        self.is_elsewhere = offset is not None
-        self.value = shown.clone() if offset is None else shown + offset.to(shown)
-        self.start = shown + state["start"].to(shown) if "start" in state else self.value.clone()
-        self.sides = [Side(*own) for own in state["sides"]] if "sides" in state else sides
-        self._rotation = Rotation(self.sides, state, shown)
-        self._mean, self._square = (_copy(state.get(name), shown) for name in ("mean", "square"))
-        self._num_added = int(state.get("num_added", 0))
-        self._total = _copy(state.get("total"), shown).add_(shown, alpha=self._num_added)
+    def __init__(
+        self,
+        blocks: Sequence[Block],
+        shown: Sequence[Tensor],
+        sides: Sequence[Sequence[Side]],
+        states: Sequence[State],
+    ) -> None:
+        self.blocks, self._sizes = blocks, [block.size for block in blocks]
+        self._shapes = [[list(param.shape) for param in block.params] for block in blocks]
+        # Where some parameters are frozen by now, or thawed, nothing of a block is known.
+        states = [
+            state if state.get("shapes", own) == own else {}
+            for state, own in zip(states, self._shapes, strict=True)
+        ]
+        names = ", ".join(block.name for block in blocks)
+        self.joint = Block(names, tuple(param for block in blocks for param in block.params))
+        place = torch.cat(list(shown))
+        self.is_elsewhere = any("offset" in state for state in states)
+        self.value = place + _copy(states, "offset", shown)
+        self.start = torch.cat(
+            [
+                own + state["start"].to(own) if "start" in state else value
+                for own, state, value in zip(shown, states, self.split(self.value), strict=True)
+            ]
+        )
+        self._mean, self._square, self._total = (
+            _copy(states, name, shown) for name in ("mean", "square", "total")
+        )
+        self._num_added = max(int(state.get("num_added", 0)) for state in states)
+        self._total.add_(place, alpha=self._num_added)
+        self.sides = [
+            [Side(*one) for one in state["sides"]] if "sides" in state else own
+            for state, own in zip(states, sides, strict=True)
+        ]
+        self._rotations = list(map(Rotation, self.sides, states, shown))
+        self._into = list(zip(self.joint.params, self.joint.unflatten(self.value), strict=True))
 
-    def move(self, policy: AdamWalk, gradient: Tensor, rate: float, count: int, *, adds: bool) -> None:
+    def split(self, vector: Tensor) -> Sequence[Tensor]:
+        """The parts of a vector that are those of the blocks, as views."""
+        return torch.split(vector, self._sizes)
+
+    def show(self) -> None:
+        """Write where they are into the parameters."""
+        with torch.no_grad():
+            copy_each(self._into)
+
+    def move(
+        self,
+        policy: AdamWalk,
+        gradient: Tensor,
+        decays: Sequence[float],
+        rates: Sequence[float],
+        count: int,
+        *,
+        adds: bool,
+    ) -> None:
         """Take a small step, the ``count``-th, which uses the gradient up; ``adds`` it to the average."""
-        self._rotation.learn(gradient, self._mean, self._square, count)
-        turned = policy.direction(self._rotation.there_(gradient), self._mean, self._square, count)
-        self.value.add_(self._rotation.back_(turned), alpha=rate)
-        self.block.assign_(self.value)
+        if any(decays):
+            for own, value, decay in zip(self.split(gradient), self.split(self.value), decays, strict=True):
+                own.add_(value, alpha=decay)
+        kept = map(self.split, (gradient, self._mean, self._square))
+        for rotation, own, mean, square in zip(self._rotations, *kept, strict=True):
+            rotation.learn(own, mean, square, count)
+            rotation.there_(own)
+        turned = policy.direction(gradient, self._mean, self._square, count)
+        for rotation, own in zip(self._rotations, self.split(turned), strict=True):
+            rotation.back_(own)
+        if len(set(rates)) == 1:
+            self.value.add_(turned, alpha=rates[0])
+        else:
+            for value, own, rate in zip(self.split(self.value), self.split(turned), rates, strict=True):
+                value.add_(own, alpha=rate)
+        self.show()
         if adds:
             self._total.add_(self.value)
             self._num_added += 1
 
-    def decay(self, share: float) -> None:
-        """Shrink by a share of where it started."""
-        if share:
-            self.value.sub_(self.start, alpha=share)
-            self._total.sub_(self.start, alpha=share * self._num_added)
+    def decay(self, shares: Sequence[float]) -> None:
+        """Shrink each block by a share of where it started."""
+        if any(shares):
+            vectors = map(self.split, (self.value, self._total, self.start))
+            for value, total, start, share in zip(*vectors, shares, strict=True):
+                value.sub_(start, alpha=share)
+                total.sub_(start, alpha=share * self._num_added)
 
     def average(self) -> Tensor:
         """The mean over the small steps that were added."""
         return self._total / self._num_added
 
-    def kept(self, shown: Tensor, *, is_on_its_way: bool = False) -> State:
-        """What to keep where these are the parameters, after a stretch or on its way."""
-        way = {
-            "start": self.start - shown,
-            "total": self._total.sub(shown, alpha=self._num_added),
-            "num_added": self._num_added,
-        }
-        return {
-            **(way if is_on_its_way else {}),
-            "shapes": self.shapes,
-            "sides": [list(astuple(side)) for side in self.sides],
-            "mean": self._mean,
-            "square": self._square,
-            **({} if shown is self.value else {"offset": self.value - shown}),
-            **self._rotation.state(),
-        }
+    def kept(self, shown: Tensor, *, is_on_its_way: bool = False) -> list[State]:
+        """What to keep of each block where these are the parameters, after a stretch or on its way."""
+        named = {"mean": self._mean, "square": self._square}
+        if shown is not self.value:
+            named["offset"] = self.value - shown
+        if is_on_its_way:
+            named["start"] = self.start - shown
+            named["total"] = self._total.sub(shown, alpha=self._num_added)
+        parts = {name: self.split(vector) for name, vector in named.items()}
+        return [
+            {
+                **{name: own[index] for name, own in parts.items()},
+                **({"num_added": self._num_added} if is_on_its_way else {}),
+                "shapes": self._shapes[index],
+                "sides": [list(astuple(side)) for side in self.sides[index]],
+                **self._rotations[index].state(),
+            }
+            for index in range(len(self.blocks))
+        ]
+
+
+class _Party:
+    """All blocks on their way. Those of one device and type are walked as one vector, which is faster.
+
+    Args:
+        blocks: The blocks.
+        shown: Where their parameters are.
+        rotation: What the rotations of a small step may cost.
+        state: What is kept of them.
+    """
+
+    def __init__(
+        self, blocks: Sequence[Block], shown: Sequence[Tensor], rotation: float, state: PolicyState
+    ) -> None:
+        self._state = state
+        kinds: dict[tuple[torch.device, torch.dtype], list[int]] = {}
+        for index, own in enumerate(shown):
+            kinds.setdefault((own.device, own.dtype), []).append(index)
+        self._places = list(kinds.values())
+        known = blocks, shown, affordable_sides(blocks, rotation), [state.of(block.name) for block in blocks]
+        self.walkers = [_Walker(*own) for own in zip(*map(self.shared_out, known), strict=True)]
+
+    @property
+    def is_elsewhere(self) -> bool:
+        """Whether what is shown is not where the small steps are."""
+        return any(own.is_elsewhere for own in self.walkers)
+
+    def shared_out(self, of_blocks: Sequence[Any]) -> list[list[Any]]:
+        """What there is of each block, walker by walker."""
+        return [[of_blocks[place] for place in places] for places in self._places]
+
+    def joined(self, vectors: Sequence[Tensor]) -> list[Tensor]:
+        """From a vector of each block those of the walkers."""
+        return list(map(torch.cat, self.shared_out(vectors)))
+
+    def of_blocks(self, vectors: Sequence[Tensor]) -> list[Tensor]:
+        """From a vector of each walker those of the blocks, in their order."""
+        found: dict[int, Tensor] = {}
+        for walker, places, vector in zip(self.walkers, self._places, vectors, strict=True):
+            found.update(zip(places, walker.split(vector), strict=True))
+        return [found[place] for place in sorted(found)]
+
+    def take_down(self, shown: Sequence[Tensor], *, is_on_its_way: bool = False) -> None:
+        """Keep what is needed to go on from here, where these vectors of the walkers are the parameters."""
+        for walker, own in zip(self.walkers, shown, strict=True):
+            for block, kept in zip(walker.blocks, walker.kept(own, is_on_its_way=is_on_its_way), strict=True):
+                self._state.blocks[block.name] = kept
 
 
 def take_stretch(
@@ -174,10 +282,10 @@ def take_stretch(
     """
     checked, parts = _shared_out(stretch, met.sizes, seed)
     check = met.make_point(*checked.take(met.batch, rank))
-    walkers = _walkers(stretch, state, check)
+    party = _Party(check.blocks, check.origin, stretch.rotation, state)
     rate = policy.rate_of(sum(map(len, check.origin)), state.shared)
-    buffers, _ = _take_small_steps(policy, stretch, walkers, parts, met, rank, state.shared, rate)
-    return _conclude(policy, stretch, state, check, walkers, rate, buffers)
+    buffers, _ = _take_small_steps(policy, stretch, party, parts, met, rank, state.shared, rate)
+    return _conclude(policy, stretch, state, check, party, rate, buffers)
 
 
 def take_part(
@@ -191,17 +299,12 @@ def take_part(
     number, shared = stretch.num_steps * stretch.num_samples, state.shared
     places = draw_plan(met.sizes, Sizes(number, number), seed).gradient.places
     shown = [block.values() for block in met.before.blocks]  # which a check may just have moved
-    walkers = [
-        _Walker(block, own, sides, state.of(block.name))
-        for block, own, sides in zip(
-            met.before.blocks, shown, affordable_sides(met.before.blocks, stretch.rotation), strict=True
-        )
-    ]
+    party = _Party(met.before.blocks, shown, stretch.rotation, state)
     rate = policy.rate_of(sum(map(len, shown)), shared)
     parts = _parts(met.sizes, places, number, stretch.num_steps)
-    buffers, loss = _take_small_steps(policy, stretch, walkers, parts, met, rank, shared, rate)
-    for walker, own in zip(walkers, shown, strict=True):
-        walker.block.assign_(own)
+    buffers, loss = _take_small_steps(policy, stretch, party, parts, met, rank, shared, rate)
+    for block, own in zip(met.before.blocks, shown, strict=True):
+        block.assign_(own)
     ((value,),) = read([loss])
     if not math.isfinite(value):
         with torch.no_grad():
@@ -210,8 +313,7 @@ def take_part(
         return None
     shared["num_taken"] = int(shared.get("num_taken", 0)) + stretch.num_steps
     shared["count"] = int(shared.get("count", 0)) + stretch.num_steps
-    for walker, own in zip(walkers, shown, strict=True):
-        state.blocks[walker.block.name] = walker.kept(own, is_on_its_way=True)
+    party.take_down(party.joined(shown), is_on_its_way=True)
     wanted = int(shared.get("num_steps", policy.first_steps))
     return Underway(loss, value, rate, int(shared["num_taken"]), wanted)
 
@@ -223,21 +325,13 @@ def end_stretch(
     number = stretch.num_checked
     checked = draw_plan(met.sizes, Sizes(number, number), seed).gradient
     check = met.make_point(*checked.take(met.batch, rank))
-    walkers = _walkers(stretch, state, check)
+    party = _Party(check.blocks, check.origin, stretch.rotation, state)
     rate = policy.rate_of(sum(map(len, check.origin)), state.shared)
-    walked = _conclude(policy, stretch, state, check, walkers, rate, [])
+    walked = _conclude(policy, stretch, state, check, party, rate, [])
     if not walked.taken:  # what its small steps have left behind may not be a number
         state.blocks.clear()
         state.shared["count"] = 0
     return walked
-
-
-def _walkers(stretch: Stretch, state: PolicyState, check: Point) -> list[_Walker]:
-    sides = affordable_sides(check.blocks, stretch.rotation)
-    return [
-        _Walker(block, shown, own, state.of(block.name))
-        for block, shown, own in zip(check.blocks, check.origin, sides, strict=True)
-    ]
 
 
 def _conclude(
@@ -245,17 +339,18 @@ def _conclude(
     stretch: Stretch,
     state: PolicyState,
     check: Point,
-    walkers: Sequence[_Walker],
+    party: _Party,
     rate: float,
     buffers: Sequence[tuple[Tensor, Tensor]],
 ) -> Walked:
     """Judge a stretch by the samples of a point, and show what has the lowest loss there, or undo it."""
-    starts, ends = [own.start for own in walkers], [own.value for own in walkers]
+    origin = party.joined(check.origin)
+    starts, ends = [own.start for own in party.walkers], [own.value for own in party.walkers]
     middles = [(start + end) / 2 for start, end in zip(starts, ends, strict=True)]
-    places = [check.origin, middles, ends]
-    if stretch.ends or any(own.is_elsewhere for own in walkers):
+    places = [origin, middles, ends]
+    if stretch.ends or party.is_elsewhere:
         places.append(starts)
-    losses = [_loss_at(check, own) for own in places]
+    losses = [_loss_at(check, party.of_blocks(own)) for own in places]
     (before,), (half,), (after,), *rest = read(losses)
     first = rest[0][0] if rest else before
     num_steps = int(state.shared["num_taken"]) if stretch.ends else stretch.num_steps
@@ -267,13 +362,12 @@ def _conclude(
             for buffer, value in buffers:
                 buffer.copy_(value)
     else:
-        found = [(before, check.origin), (after, ends)]
+        found: list[tuple[float, Sequence[Tensor]]] = [(before, origin), (after, ends)]
         if policy.averages and factor <= 1:  # where noise has a part in it
-            found += _averages(check, walkers)
+            found += _averages(check, party, origin)
         after, shown = min(found, key=lambda pair: _or_infinity(pair[0]))
-        for walker, own in zip(walkers, shown, strict=True):
-            state.blocks[walker.block.name] = walker.kept(own)
-        check.move([own - origin for own, origin in zip(shown, check.origin, strict=True)])
+        party.take_down(shown)
+        check.move(_changes(check, party.of_blocks(shown)))
         if not stretch.ends:
             state.shared["count"] = int(state.shared.get("count", 0)) + stretch.num_steps
         check.refresh_statistics()
@@ -284,7 +378,7 @@ def _conclude(
 def _take_small_steps(
     policy: AdamWalk,
     stretch: Stretch,
-    walkers: Sequence[_Walker],
+    party: _Party,
     parts: Sequence[Role],
     met: Meeting,
     rank: int,
@@ -296,11 +390,14 @@ def _take_small_steps(
     losses: list[Tensor] = []
     count, before = int(shared.get("count", 0)), int(shared.get("num_taken", 0)) if stretch.is_part else 0
     whole = int(shared.get("num_steps", policy.first_steps)) if stretch.is_part else stretch.num_steps
+    walkers, joint = party.walkers, [own.joint for own in party.walkers]
+    rates = party.shared_out([rate * float(group["lr"]) for group in met.groups])
+    decays = party.shared_out([coupled_decay(group) for group in met.groups])
     for walker in walkers:
-        walker.block.assign_(walker.value)
+        walker.show()
     for number in range(stretch.num_steps):
         taken = parts[number % len(parts)].take(met.batch, rank)
-        point = met.make_point(*taken, [own.value for own in walkers])
+        point = met.make_point(*taken, [own.value for own in walkers], joint)
         _, gradient = point.gradient(looks=number == 0)
         if number == 0:
             check_any_outputs(met.structure.num_tensors)
@@ -309,25 +406,30 @@ def _take_small_steps(
             losses.append(point.own_loss)
         point.commit(None)
         is_late = 2 * (before + number) >= whole
-        for walker, own, group in zip(walkers, gradient, met.groups, strict=True):
-            walker.move(policy, own, rate * float(group["lr"]), count + number + 1, adds=is_late)
-    for walker, group in zip(walkers, met.groups, strict=True):
-        walker.decay(shrinkage(group) * stretch.num_steps / whole)
-    flops = (rotation_flops(own.sides, count + 1, count + stretch.num_steps) for own in walkers)
-    point.samples.ledger.add("rotation", sum(flops))
+        for walker, own, decay, pace in zip(walkers, gradient, decays, rates, strict=True):
+            walker.move(policy, own, decay, pace, count + number + 1, adds=is_late)
+    shares = [shrinkage(group) * stretch.num_steps / whole for group in met.groups]
+    for walker, share in zip(walkers, party.shared_out(shares), strict=True):
+        walker.decay(share)
+    sides = [side for walker in walkers for own in walker.sides for side in own]
+    point.samples.ledger.add("rotation", rotation_flops(sides, count + 1, count + stretch.num_steps))
     return buffers, losses[0]
 
 
-def _averages(check: Point, walkers: Sequence[_Walker]) -> list[tuple[float, Sequence[Tensor]]]:
+def _averages(check: Point, party: _Party, origin: Sequence[Tensor]) -> list[tuple[float, Sequence[Tensor]]]:
     """The mean of late small steps, and halfway between it and what was shown before, with their losses."""
-    late = [own.average() for own in walkers]
-    mixed = [(own + shown) / 2 for own, shown in zip(late, check.origin, strict=True)]
-    (first,), (second,) = read([_loss_at(check, own) for own in (late, mixed)])
+    late = [own.average() for own in party.walkers]
+    mixed = [(own + shown) / 2 for own, shown in zip(late, origin, strict=True)]
+    (first,), (second,) = read([_loss_at(check, party.of_blocks(own)) for own in (late, mixed)])
     return [(first, late), (second, mixed)]
 
 
 def _loss_at(check: Point, values: Sequence[Tensor]) -> Tensor:
-    return check.loss_at([value - origin for value, origin in zip(values, check.origin, strict=True)])
+    return check.loss_at(_changes(check, values))
+
+
+def _changes(check: Point, values: Sequence[Tensor]) -> list[Tensor]:
+    return [value - origin for value, origin in zip(values, check.origin, strict=True)]
 
 
 def _or_infinity(value: float) -> float:
@@ -353,6 +455,7 @@ def _parts(sizes: Sequence[int], places: Tensor | None, number: int, num_parts: 
     return [Role(sizes, own) for own in places.view(-1, num_parts).T.contiguous()]
 
 
-def _copy(kept: Tensor | None, like: Tensor) -> Tensor:
-    """What was kept, or zeros where there is nothing, or where the block has other parameters by now."""
-    return torch.zeros_like(like) if kept is None or len(kept) != len(like) else kept.to(like).clone()
+def _copy(states: Sequence[State], name: str, like: Sequence[Tensor]) -> Tensor:
+    """What was kept of blocks under a name, or zeros for those of which nothing is known, as one vector."""
+    kept = [(state.get(name), own) for state, own in zip(states, like, strict=True)]
+    return torch.cat([torch.zeros_like(own) if one is None else one.to(own) for one, own in kept])

@@ -269,7 +269,7 @@ def test_ranks_agree_on_the_number_of_samples(pair: Pair) -> None:
 
 @pytest.mark.parametrize(("rotation", "rtol"), [(0.0, 1e-4), (1.0, 1e-9)])
 def test_ranks_walk_as_one_process_does(pair: Pair, rotation: float, rtol: float) -> None:
-    """In double precision: sums come in another order, and rotations make rounding of single precision large."""
+    """In double precision: sums come in another order, and rotations make rounding large."""
     first, second = (own[rotation] for own in pair("walking"))
     alone = mesh_tasks.walk(rotation=rotation)
     assert first["reasons"] == second["reasons"] == alone["reasons"]

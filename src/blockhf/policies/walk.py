@@ -308,7 +308,7 @@ class AdamWalk(Walk):
         square.mul_(second).addcmul_(gradient, gradient, value=1 - second)
         scale = math.sqrt(1 - second**count)
         root = square.sqrt().add_(scale * torch.finfo(square.dtype).tiny ** 0.5)
-        direction = torch.addcdiv(mean.new_zeros(()), mean, root, value=-scale / (1 - first**count))
+        direction = torch.div(mean, root, out=root).mul_(-scale / (1 - first**count))
         # No gradients in a row can make it longer, but rotations that change between them can.
         longest = (1 - first) / math.sqrt((1 - second) * max(1 - first**2 / second, 1e-3)) if second else 1.0
         return direction.clamp_(-longest, longest)
