@@ -122,20 +122,14 @@ class _Walker:
         ]
         names = ", ".join(block.name for block in blocks)
         self.joint = Block(names, tuple(param for block in blocks for param in block.params))
-        place = torch.cat(list(shown))
         self.is_elsewhere = any("offset" in state for state in states)
-        self.value = place + _copy(states, "offset", shown)
-        self.start = torch.cat(
-            [
-                own + state["start"].to(own) if "start" in state else value
-                for own, state, value in zip(shown, states, self.split(self.value), strict=True)
-            ]
-        )
-        self._mean, self._square, self._total = (
-            _copy(states, name, shown) for name in ("mean", "square", "total")
-        )
+        self.value = _kept(states, "offset", shown, where=shown)
+        self.start = _kept(states, "start", shown, where=self.split(self.value))
+        self._mean, self._square = (_kept(states, name, shown) for name in ("mean", "square"))
         self._num_added = max(int(state.get("num_added", 0)) for state in states)
-        self._total.add_(place, alpha=self._num_added)
+        self._total: Tensor | None = None
+        if self._num_added:
+            self._total = _kept(states, "total", shown).add_(torch.cat(list(shown)), alpha=self._num_added)
         self.sides = [
             [Side(*one) for one in state["sides"]] if "sides" in state else own
             for state, own in zip(states, sides, strict=True)
@@ -180,19 +174,20 @@ class _Walker:
                 value.add_(own, alpha=rate)
         self.show()
         if adds:
-            self._total.add_(self.value)
+            self._total = self.value.clone() if self._total is None else self._total.add_(self.value)
             self._num_added += 1
 
     def decay(self, shares: Sequence[float]) -> None:
         """Shrink each block by a share of where it started."""
         if any(shares):
-            vectors = map(self.split, (self.value, self._total, self.start))
-            for value, total, start, share in zip(*vectors, shares, strict=True):
-                value.sub_(start, alpha=share)
-                total.sub_(start, alpha=share * self._num_added)
+            for vector, number in ((self.value, 1), (self._total, self._num_added)):
+                if vector is not None:
+                    for own, start, share in zip(*map(self.split, (vector, self.start)), shares, strict=True):
+                        own.sub_(start, alpha=share * number)
 
     def average(self) -> Tensor:
         """The mean over the small steps that were added."""
+        assert self._total is not None
         return self._total / self._num_added
 
     def kept(self, shown: Tensor, *, is_on_its_way: bool = False) -> list[State]:
@@ -202,7 +197,8 @@ class _Walker:
             named["offset"] = self.value - shown
         if is_on_its_way:
             named["start"] = self.start - shown
-            named["total"] = self._total.sub(shown, alpha=self._num_added)
+            if self._total is not None:
+                named["total"] = self._total.sub(shown, alpha=self._num_added)
         parts = {name: self.split(vector) for name, vector in named.items()}
         return [
             {
@@ -455,7 +451,23 @@ def _parts(sizes: Sequence[int], places: Tensor | None, number: int, num_parts: 
     return [Role(sizes, own) for own in places.view(-1, num_parts).T.contiguous()]
 
 
-def _copy(states: Sequence[State], name: str, like: Sequence[Tensor]) -> Tensor:
-    """What was kept of blocks under a name, or zeros for those of which nothing is known, as one vector."""
-    kept = [(state.get(name), own) for state, own in zip(states, like, strict=True)]
-    return torch.cat([torch.zeros_like(own) if one is None else one.to(own) for one, own in kept])
+def _kept(
+    states: Sequence[State], name: str, shown: Sequence[Tensor], where: Sequence[Tensor] | None = None
+) -> Tensor:
+    """What was kept of blocks under a name, as one vector; zero, or where they are, for those without.
+
+    Args:
+        states: What was kept of each block; places are kept as their distances from what is shown.
+        name: Of the vector.
+        shown: The parameters.
+        where: Where they are.
+    """
+    if where is None and not any(name in state for state in states):
+        return shown[0].new_zeros(sum(map(len, shown)))
+    found = []
+    for index, (state, own) in enumerate(zip(states, shown, strict=True)):
+        if (kept := state.get(name)) is None:
+            found.append(torch.zeros_like(own) if where is None else where[index])
+        else:
+            found.append(kept.to(own) if where is None else own + kept.to(own))
+    return torch.cat(found)

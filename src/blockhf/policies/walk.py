@@ -302,12 +302,15 @@ class AdamWalk(Walk):
             state.update(is_over=is_over, trial=[pays, cost])
 
     def direction(self, gradient: Tensor, mean: Tensor, square: Tensor, count: int) -> Tensor:
-        """Of a small step; the averages move in place, and ``count`` is the number of the step from 1."""
+        """Of a small step; the averages move in place, and ``count`` is the number of the step from 1.
+
+        It may be written into the gradient, which is not needed any more.
+        """
         first, second = self.betas
         mean.lerp_(gradient, 1 - first)
         square.mul_(second).addcmul_(gradient, gradient, value=1 - second)
         scale = math.sqrt(1 - second**count)
-        root = square.sqrt().add_(scale * torch.finfo(square.dtype).tiny ** 0.5)
+        root = torch.sqrt(square, out=gradient).add_(scale * torch.finfo(square.dtype).tiny ** 0.5)
         direction = torch.div(mean, root, out=root).mul_(-scale / (1 - first**count))
         # No gradients in a row can make it longer, but rotations that change between them can.
         longest = (1 - first) / math.sqrt((1 - second) * max(1 - first**2 / second, 1e-3)) if second else 1.0
