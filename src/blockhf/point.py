@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -117,11 +117,10 @@ class Point:
         """The penalties at the parameters, as numbers of a kind."""
         return self._penalized(torch.zeros_like(like))
 
-    def _penalized(self, loss: Tensor, update: Sequence[Tensor] | None = None) -> Tensor:
-        for index, (decay, value) in enumerate(zip(self.decays, self.origin, strict=True)):
+    def _penalized(self, loss: Tensor, place: Sequence[Tensor] | None = None) -> Tensor:
+        for decay, value in zip(self.decays, place or self.origin, strict=True):
             if decay:
-                moved = value if update is None else value + update[index]
-                loss = loss + (decay / 2 * (moved @ moved)).to(loss)
+                loss = loss + (decay / 2 * (value @ value)).to(loss)
         return loss
 
     def loss_at(self, update: Sequence[Tensor]) -> Tensor:
@@ -130,36 +129,54 @@ class Point:
         Kernels, random numbers and the order of the sum are those of ``gradient``, so that the two losses
         can be compared to the last bit.
         """
-        loss: Any = 0.0
-        for part, evaluation in zip(self.samples.parts, self._evaluations_at(update), strict=True):
-            loss = loss + _scaled(evaluation.loss.detach(), part.weight)
-        (total,) = self.samples.ranks.sum([loss])
-        return self._penalized(total, update)
+        (loss,) = self.losses_at([self._moved(update)])
+        return loss
+
+    def losses_at(self, places: Iterable[Sequence[Tensor]]) -> list[Tensor]:
+        """The losses at some values of the parameters; the parameters stay."""
+        losses = []
+        with self._away():
+            for place in places:
+                loss: Any = 0.0
+                for part, evaluation in zip(self.samples.parts, self._evaluations_at(place), strict=True):
+                    loss = loss + _scaled(evaluation.loss.detach(), part.weight)
+                (total,) = self.samples.ranks.sum([loss])
+                losses.append(self._penalized(total, place))
+        return losses
 
     def outputs_at(self, update: Sequence[Tensor]) -> list[list[Tensor]]:
         """The outputs there, of each part of the samples of this process."""
-        structure = self.samples.structure
-        if structure.hides_outputs is None:
-            with self.samples.ledger.once():  # a resumed run looks again
-                found = self._evaluations_at(update)
-            structure.hides_outputs = any(len(each.outputs) != structure.num_tensors for each in found)
-        found = self._evaluations_at(update, with_graph=structure.hides_outputs)
+        structure, place = self.samples.structure, self._moved(update)
+        with self._away():
+            if structure.hides_outputs is None:
+                with self.samples.ledger.once():  # a resumed run looks again
+                    found = self._evaluations_at(place)
+                structure.hides_outputs = any(len(each.outputs) != structure.num_tensors for each in found)
+            found = self._evaluations_at(place, with_graph=structure.hides_outputs)
         return [list(each.outputs) for each in found]
 
-    def _evaluations_at(self, update: Sequence[Tensor], *, with_graph: bool = False) -> list[Evaluation]:
-        samples = self.samples
-        still = contextlib.nullcontext() if with_graph else frozen(samples.params)
-        found = []
+    def _moved(self, update: Sequence[Tensor]) -> list[Tensor]:
+        return [value + change for value, change in zip(self.origin, update, strict=True)]
+
+    @contextlib.contextmanager
+    def _away(self) -> Iterator[None]:
+        """Within, parameters may be written unseen by autograd; at the end they are where they were."""
         try:
-            for block, value, change in zip(self.blocks, self.origin, update, strict=True):
-                block.visit_(value + change)
-            with still, samples.isolated(), self._kernels():
-                for part in samples.parts:
-                    with samples.ledger.counting("forward", part.shapes):
-                        found.append(samples.run(part).detached())
+            yield
         finally:
             for block, value in zip(self.blocks, self.origin, strict=True):
                 block.visit_(value)
+
+    def _evaluations_at(self, place: Sequence[Tensor], *, with_graph: bool = False) -> list[Evaluation]:
+        samples = self.samples
+        still = contextlib.nullcontext() if with_graph else frozen(samples.params)
+        found = []
+        for block, value in zip(self.blocks, place, strict=True):
+            block.visit_(value)
+        with still, samples.isolated(), self._kernels():
+            for part in samples.parts:
+                with samples.ledger.counting("forward", part.shapes):
+                    found.append(samples.run(part).detached())
         samples.ledger.work.num_evaluations += 1
         samples.ledger.work.evaluated_samples += samples.num_samples
         return found
@@ -193,8 +210,12 @@ class Point:
 
     def move(self, update: Sequence[Tensor]) -> None:
         """Move the parameters alone."""
-        for block, value, change in zip(self.blocks, self.origin, update, strict=True):
-            block.assign_(value + change)
+        self.move_to(self._moved(update))
+
+    def move_to(self, place: Sequence[Tensor]) -> None:
+        """Give the parameters these values."""
+        for block, value in zip(self.blocks, place, strict=True):
+            block.assign_(value)
 
     def refresh_statistics(self) -> None:
         """Take the running statistics of BatchNorm layers anew, at the parameters as they are now.

@@ -186,9 +186,9 @@ class _Walker:
                         own.sub_(start, alpha=share * number)
 
     def average(self) -> Tensor:
-        """The mean over the small steps that were added."""
+        """The mean over the small steps that were added, in the place of their sum."""
         assert self._total is not None
-        return self._total / self._num_added
+        return self._total.div_(self._num_added)
 
     def kept(self, shown: Tensor, *, is_on_its_way: bool = False) -> list[State]:
         """What to keep of each block where these are the parameters, after a stretch or on its way."""
@@ -342,18 +342,18 @@ def _conclude(
     """Judge a stretch by the samples of a point, and show what has the lowest loss there, or undo it."""
     origin = party.joined(check.origin)
     starts, ends = [own.start for own in party.walkers], [own.value for own in party.walkers]
-    middles = [(start + end) / 2 for start, end in zip(starts, ends, strict=True)]
+    middles = [torch.lerp(start, end, 0.5) for start, end in zip(starts, ends, strict=True)]
     places = [origin, middles, ends]
     if stretch.ends or party.is_elsewhere:
         places.append(starts)
-    losses = [_loss_at(check, party.of_blocks(own)) for own in places]
+    losses = check.losses_at(map(party.of_blocks, places))
     (before,), (half,), (after,), *rest = read(losses)
     first = rest[0][0] if rest else before
     num_steps = int(state.shared["num_taken"]) if stretch.ends else stretch.num_steps
     taken, factor = judged = policy.judge(first, half, after)
     policy.update(stretch, rate, judged, state.shared)
     if not taken:
-        check.move([torch.zeros_like(own) for own in check.origin])
+        check.move_to(check.origin)
         with torch.no_grad():
             for buffer, value in buffers:
                 buffer.copy_(value)
@@ -363,7 +363,7 @@ def _conclude(
             found += _averages(check, party, origin)
         after, shown = min(found, key=lambda pair: _or_infinity(pair[0]))
         party.take_down(shown)
-        check.move(_changes(check, party.of_blocks(shown)))
+        check.move_to(party.of_blocks(shown))
         if not stretch.ends:
             state.shared["count"] = int(state.shared.get("count", 0)) + stretch.num_steps
         check.refresh_statistics()
@@ -415,17 +415,9 @@ def _take_small_steps(
 def _averages(check: Point, party: _Party, origin: Sequence[Tensor]) -> list[tuple[float, Sequence[Tensor]]]:
     """The mean of late small steps, and halfway between it and what was shown before, with their losses."""
     late = [own.average() for own in party.walkers]
-    mixed = [(own + shown) / 2 for own, shown in zip(late, origin, strict=True)]
-    (first,), (second,) = read([_loss_at(check, party.of_blocks(own)) for own in (late, mixed)])
+    mixed = [torch.lerp(own, shown, 0.5) for own, shown in zip(late, origin, strict=True)]
+    (first,), (second,) = read(check.losses_at(map(party.of_blocks, (late, mixed))))
     return [(first, late), (second, mixed)]
-
-
-def _loss_at(check: Point, values: Sequence[Tensor]) -> Tensor:
-    return check.loss_at(_changes(check, values))
-
-
-def _changes(check: Point, values: Sequence[Tensor]) -> list[Tensor]:
-    return [value - origin for value, origin in zip(values, check.origin, strict=True)]
 
 
 def _or_infinity(value: float) -> float:
