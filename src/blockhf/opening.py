@@ -17,7 +17,7 @@ from blockhf.policies.walk import ENOUGH, besides
 from blockhf.policy import State
 from blockhf.scalars import read
 from blockhf.update import BESIDES, Update
-from blockhf.walking import Walked, end_stretch, take_part, take_stretch
+from blockhf.walking import Checked, Walked, end_stretch, take_part, take_stretch
 
 TRIED = 1024
 """Samples that tell, at the most, what a Gauss-Newton step on trial has gained."""
@@ -55,36 +55,38 @@ class Opening(BlockOptimizer):
         part = stretch = self._stretch(policy, met)
         if stretch is None:
             return None
-        walked: Walked | None = None
+        found: Walked | Checked | None = None
         with met.watch.phase("walk"):
             if stretch.ends or not stretch.is_part:
                 take = end_stretch if stretch.ends else take_stretch
-                walked = take(policy, stretch, state, met, self.mesh.rank, self._draw())
-                if not math.isfinite(walked.before):  # a Gauss-Newton step says what is wrong
+                found = take(policy, stretch, state, met, self.mesh.rank, self._draw())
+                if not math.isfinite(found.loss):  # a Gauss-Newton step says what is wrong
                     return None
-                self._note_stretch(policy, stretch, met, walked)
-                part = self._stretch(policy, met) if stretch.ends else None
+                part = None
+                if isinstance(found, Checked):
+                    self._note_cost(0, met)
+                else:
+                    self._note_stretch(policy, stretch, met, found)
+                    part = self._stretch(policy, met) if stretch.ends else None
             taken = None
             if part is not None and part.is_part:
                 taken = take_part(policy, part, state, met, self.mesh.rank, self._draw())
-                if taken is None and walked is None:
+                if taken is None and found is None:
                     return None
                 if taken is not None:
-                    self._note_cost(part, met)
+                    self._note_cost(part.num_steps, met)
         self._memory["num_walks"] = self._memory.get("num_walks", 0) + 1
         params = [param for block in met.before.blocks for param in block.params]
         done = max(map(self._updates, params)) + 1
-        if walked is None or walked.taken:
+        if not isinstance(found, Walked) or found.taken:
             for param in params:
                 self.state[param]["step"] = self._updates(param) + 1
-        if walked is not None:
-            self.report = walked.report(done, stretch, self.ledger, met.watch.phases)
-            if taken is not None and part is not None:
-                self.report.work["small_steps"] += part.num_steps
-            return walked.own_loss
-        assert taken is not None
-        self.report = taken.report(done, stretch, self.ledger, met.watch.phases)
-        return taken.own_loss
+        told = found or taken
+        assert told is not None
+        self.report = told.report(done, stretch, self.ledger, met.watch.phases)
+        if found is not None and taken is not None and part is not None:
+            self.report.work["small_steps"] += part.num_steps
+        return told.own_loss
 
     def _stretch(self, policy: AdamWalk, met: Meeting) -> Stretch | None:
         """The next stretch, or part of one."""
@@ -113,10 +115,10 @@ class Opening(BlockOptimizer):
         (flops,) = self.mesh.add_up([float(self.ledger.repeated)])
         return float(flops + num_steps * besides(sum(block.size for block in met.before.blocks)))
 
-    def _note_cost(self, part: Stretch, met: Meeting) -> None:
-        """Take down what a part of a stretch has cost."""
+    def _note_cost(self, num_steps: int, met: Meeting) -> None:
+        """Take down what a part of a stretch has cost, or of its check."""
         state = self.policy_state["walk"].shared
-        state["part_cost"] = float(state.get("part_cost", 0.0)) + self._cost(part.num_steps, met)
+        state["part_cost"] = float(state.get("part_cost", 0.0)) + self._cost(num_steps, met)
 
     def _note_stretch(self, policy: AdamWalk, stretch: Stretch, met: Meeting, walked: Walked) -> None:
         """Tell the policy what a stretch has gained; where it tries Gauss-Newton steps now, prepare them.
@@ -128,7 +130,7 @@ class Opening(BlockOptimizer):
         cost = float(state.shared.pop("part_cost", 0.0)) + self._cost(stretch.num_steps, met)
         counted = sum(met.sizes) * math.sqrt(met.structure.num_positions)
         is_enough = counted >= ENOUGH or self._comes_again(sum(met.sizes))
-        gain, num_steps = walked.before - walked.after, walked.num_steps
+        gain, num_steps = walked.loss - walked.after, walked.num_steps
         policy.note_stretch(walked.after, gain, cost, num_steps, state.shared, is_enough=is_enough)
         if not policy.is_trying(state.shared):
             return

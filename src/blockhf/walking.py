@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Sequence
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -32,7 +33,7 @@ class Walked:
 
     Attributes:
         own_loss: The objective's own loss before it, on the samples it was checked with.
-        before: The loss there with penalties, as a number.
+        loss: The same with penalties, as a number.
         after: The same at the end.
         taken: Whether the parameters moved.
         rate: The rate.
@@ -40,7 +41,7 @@ class Walked:
     """
 
     own_loss: Tensor
-    before: float
+    loss: float
     after: float
     taken: bool
     rate: float
@@ -53,7 +54,7 @@ class Walked:
             step=step,
             accepted=self.taken,
             reason=how if self.taken else f"{how} led uphill",
-            loss=self.before,
+            loss=self.loss,
             loss_after=self.after,
             work={
                 **ledger.summary(),
@@ -103,6 +104,34 @@ class Underway:
         )
 
 
+@dataclass(frozen=True)
+class Checked:
+    """Some of the samples that check a stretch over several batches.
+
+    Attributes:
+        own_loss: The objective's own loss on them, at what is shown.
+        loss: The same with penalties, as a number.
+        num_told: Samples so far.
+        num_wanted: Samples until it is judged.
+    """
+
+    own_loss: Tensor
+    loss: float
+    num_told: int
+    num_wanted: int
+
+    def report(self, step: int, stretch: Stretch, ledger: Ledger, phases: dict[str, Phase]) -> StepReport:
+        """The check as a step."""
+        return StepReport(
+            step=step,
+            accepted=True,
+            reason=f"a stretch of small steps is checked, with {self.num_told} of {self.num_wanted} samples",
+            loss=self.loss,
+            work={**ledger.summary(), "held_out_batch": self.num_told, "small_steps": 0},
+            phases=phases,
+        )
+
+
 class _Walker:
     """Blocks of one device and type on their way, as one flat vector, with what they keep on it."""
 
@@ -123,13 +152,13 @@ class _Walker:
         names = ", ".join(block.name for block in blocks)
         self.joint = Block(names, tuple(param for block in blocks for param in block.params))
         self.is_elsewhere = any("offset" in state for state in states)
-        self.value = _kept(states, "offset", shown, where=shown)
-        self.start = _kept(states, "start", shown, where=self.split(self.value))
-        self._mean, self._square = (_kept(states, name, shown) for name in ("mean", "square"))
-        self._num_added = max(int(state.get("num_added", 0)) for state in states)
+        self._shown, self._states = shown, states
+        self.value = self._at("offset")
+        self._mean, self._square = (self._kept(name) for name in ("mean", "square"))
+        # The sum of small steps: those before are kept by how far they are from what is shown.
+        self._num_kept = max(int(state.get("num_added", 0)) for state in states)
         self._total: Tensor | None = None
-        if self._num_added:
-            self._total = _kept(states, "total", shown).add_(torch.cat(list(shown)), alpha=self._num_added)
+        self._num_added = 0
         self.sides = [
             [Side(*one) for one in state["sides"]] if "sides" in state else own
             for state, own in zip(states, sides, strict=True)
@@ -172,44 +201,77 @@ class _Walker:
         else:
             for value, own, rate in zip(self.split(self.value), self.split(turned), rates, strict=True):
                 value.add_(own, alpha=rate)
-        self.show()
         if adds:
             self._total = self.value.clone() if self._total is None else self._total.add_(self.value)
             self._num_added += 1
 
+    @property
+    def start(self) -> Tensor:
+        """Where the stretch has begun."""
+        return self._at("start", "offset")
+
     def decay(self, shares: Sequence[float]) -> None:
         """Shrink each block by a share of where it started."""
         if any(shares):
-            for vector, number in ((self.value, 1), (self._total, self._num_added)):
-                if vector is not None:
-                    for own, start, share in zip(*map(self.split, (vector, self.start)), shares, strict=True):
-                        own.sub_(start, alpha=share * number)
+            num_added = self._num_kept + self._num_added
+            self._total = torch.zeros_like(self.value) if self._total is None else self._total
+            for vector, number in ((self.value, 1), (self._total, num_added)):
+                for own, start, share in zip(*map(self.split, (vector, self.start)), shares, strict=True):
+                    own.sub_(start, alpha=share * number)
 
     def average(self) -> Tensor:
-        """The mean over the small steps that were added, in the place of their sum."""
-        assert self._total is not None
-        return self._total.div_(self._num_added)
+        """The mean over the small steps that were added."""
+        if self._total is not None and not self._num_kept:
+            return self._total / self._num_added
+        shown = torch.cat(list(self._shown))
+        return self._summed(shown).div_(self._num_kept + self._num_added).add_(shown)
+
+    def _summed(self, shown: Tensor) -> Tensor:
+        """How far the small steps that were added are from what is shown, added up."""
+        total = self._kept("total")
+        return total if self._total is None else total.add_(self._total).sub_(shown, alpha=self._num_added)
+
+    def _at(self, *names: str) -> Tensor:
+        """Where the first of some distances from what is shown leads that is known of a block."""
+        found = []
+        for state, own in zip(self._states, self._shown, strict=True):
+            distance = next((state[name] for name in names if name in state), None)
+            found.append(own if distance is None else own + distance.to(own))
+        return torch.cat(found)
+
+    def _kept(self, name: str) -> Tensor:
+        """What was kept of the blocks under a name, or zeros, as one vector."""
+        if not any(name in state for state in self._states):
+            return self.value.new_zeros(len(self.value))
+        pairs = zip(self._states, self._shown, strict=True)
+        return torch.cat(
+            [state[name].to(own) if name in state else torch.zeros_like(own) for state, own in pairs]
+        )
 
     def kept(self, shown: Tensor, *, is_on_its_way: bool = False) -> list[State]:
         """What to keep of each block where these are the parameters, after a stretch or on its way."""
         named = {"mean": self._mean, "square": self._square}
         if shown is not self.value:
             named["offset"] = self.value - shown
-        if is_on_its_way:
-            named["start"] = self.start - shown
-            if self._total is not None:
-                named["total"] = self._total.sub(shown, alpha=self._num_added)
+        if is_on_its_way and (self._num_kept or self._num_added):
+            named["total"] = self._summed(shown)
         parts = {name: self.split(vector) for name, vector in named.items()}
         return [
             {
                 **{name: own[index] for name, own in parts.items()},
-                **({"num_added": self._num_added} if is_on_its_way else {}),
+                **(self._on_its_way(index) if is_on_its_way else {}),
                 "shapes": self._shapes[index],
-                "sides": [list(astuple(side)) for side in self.sides[index]],
+                "sides": [[side.place, side.rows, side.columns, side.axis] for side in self.sides[index]],
                 **self._rotations[index].state(),
             }
             for index in range(len(self.blocks))
         ]
+
+    def _on_its_way(self, index: int) -> State:
+        """What to keep of a block in the middle of a stretch alone."""
+        state, own = self._states[index], self._shown[index]
+        start = state["start"] if "start" in state else state.get("offset", torch.zeros_like(own))
+        return {"start": start, "num_added": self._num_kept + self._num_added}
 
 
 class _Party:
@@ -293,11 +355,11 @@ def take_part(
     nothing has happened, and the result is none.
     """
     number, shared = stretch.num_steps * stretch.num_samples, state.shared
-    places = draw_plan(met.sizes, Sizes(number, number), seed).gradient.places
     shown = [block.values() for block in met.before.blocks]  # which a check may just have moved
     party = _Party(met.before.blocks, shown, stretch.rotation, state)
     rate = policy.rate_of(sum(map(len, shown)), shared)
-    parts = _parts(met.sizes, places, number, stretch.num_steps)
+    role = draw_plan(met.sizes, Sizes(number, number), seed).gradient
+    parts = [role] if stretch.num_steps == 1 else _parts(met.sizes, role.places, number, stretch.num_steps)
     buffers, loss = _take_small_steps(policy, stretch, party, parts, met, rank, shared, rate)
     for block, own in zip(met.before.blocks, shown, strict=True):
         block.assign_(own)
@@ -316,18 +378,56 @@ def take_part(
 
 def end_stretch(
     policy: AdamWalk, stretch: Stretch, state: PolicyState, met: Meeting, rank: int, seed: int
-) -> Walked:
-    """Check a stretch that went over several batches by new samples; arguments as for ``take_stretch``."""
-    number = stretch.num_checked
+) -> Walked | Checked:
+    """Check a stretch that went over several batches by new samples; arguments as for ``take_stretch``.
+
+    Where a batch has not enough of them, what it says is kept until others have made it up.
+    """
+    told = list(state.shared.get("told", ()))
+    num_told = sum(own[0] for own in told)
+    number = min(max(stretch.num_checked - num_told, 1), sum(met.sizes))
     checked = draw_plan(met.sizes, Sizes(number, number), seed).gradient
     check = met.make_point(*checked.take(met.batch, rank))
     party = _Party(check.blocks, check.origin, stretch.rotation, state)
     rate = policy.rate_of(sum(map(len, check.origin)), state.shared)
-    walked = _conclude(policy, stretch, state, check, party, rate, [])
+    known = None
+    if number < stretch.num_checked:
+        origin = party.joined(check.origin)
+        own_loss, losses = _asked(check, party, [*_places(party, origin), *_averages(party, origin)])
+        told.append([number, *losses])
+        num_told += number
+        if num_told < stretch.num_checked:
+            if math.isfinite(losses[0]):
+                state.shared["told"] = told
+            return Checked(own_loss, losses[0], num_told, stretch.num_checked)
+        shares = [own[0] / num_told for own in told]
+        columns = zip(*(own[1:] for own in told), strict=True)
+        known = own_loss, [sum(map(operator.mul, shares, column)) for column in columns]
+        state.shared.pop("told", None)
+    walked = _conclude(policy, stretch, state, check, party, rate, known=known)
     if not walked.taken:  # what its small steps have left behind may not be a number
         state.blocks.clear()
         state.shared["count"] = 0
     return walked
+
+
+def _places(party: _Party, origin: Sequence[Tensor]) -> list[Sequence[Tensor]]:
+    """What is shown, and the middle, the end and the start of a stretch."""
+    starts, ends = [own.start for own in party.walkers], [own.value for own in party.walkers]
+    middles = [torch.lerp(start, end, 0.5) for start, end in zip(starts, ends, strict=True)]
+    return [origin, middles, ends, starts]
+
+
+def _averages(party: _Party, origin: Sequence[Tensor]) -> list[Sequence[Tensor]]:
+    """The mean of late small steps, and halfway between it and what is shown."""
+    late = [own.average() for own in party.walkers]
+    return [late, [torch.lerp(own, shown, 0.5) for own, shown in zip(late, origin, strict=True)]]
+
+
+def _asked(check: Point, party: _Party, places: Sequence[Sequence[Tensor]]) -> tuple[Tensor, list[float]]:
+    """The objective's own loss at the first of some places, and the losses with penalties at all of them."""
+    losses = check.losses_at(map(party.of_blocks, places))
+    return losses[0] - check.penalty(losses[0]), [value for (value,) in read(losses)]
 
 
 def _conclude(
@@ -337,20 +437,20 @@ def _conclude(
     check: Point,
     party: _Party,
     rate: float,
-    buffers: Sequence[tuple[Tensor, Tensor]],
+    buffers: Sequence[tuple[Tensor, Tensor]] = (),
+    known: tuple[Tensor, list[float]] | None = None,
 ) -> Walked:
-    """Judge a stretch by the samples of a point, and show what has the lowest loss there, or undo it."""
+    """Judge a stretch by samples of its own, and show what has the lowest loss there, or undo it.
+
+    They are those of the point, unless the losses, also of the averages, are known already.
+    """
     origin = party.joined(check.origin)
-    starts, ends = [own.start for own in party.walkers], [own.value for own in party.walkers]
-    middles = [torch.lerp(start, end, 0.5) for start, end in zip(starts, ends, strict=True)]
-    places = [origin, middles, ends]
-    if stretch.ends or party.is_elsewhere:
-        places.append(starts)
-    losses = check.losses_at(map(party.of_blocks, places))
-    (before,), (half,), (after,), *rest = read(losses)
-    first = rest[0][0] if rest else before
+    places = _places(party, origin)
+    if not (stretch.ends or party.is_elsewhere):  # what is shown is its start
+        places.pop()
+    own_loss, (before, half, after, *rest) = known or _asked(check, party, places)
     num_steps = int(state.shared["num_taken"]) if stretch.ends else stretch.num_steps
-    taken, factor = judged = policy.judge(first, half, after)
+    taken, factor = judged = policy.judge(rest[0] if rest else before, half, after)
     policy.update(stretch, rate, judged, state.shared)
     if not taken:
         check.move_to(check.origin)
@@ -358,16 +458,16 @@ def _conclude(
             for buffer, value in buffers:
                 buffer.copy_(value)
     else:
-        found: list[tuple[float, Sequence[Tensor]]] = [(before, origin), (after, ends)]
+        found: list[tuple[float, Sequence[Tensor]]] = [(before, origin), (after, places[2])]
         if policy.averages and factor <= 1:  # where noise has a part in it
-            found += _averages(check, party, origin)
+            averages = _averages(party, origin)
+            found += zip(rest[1:] or _asked(check, party, averages)[1], averages, strict=True)
         after, shown = min(found, key=lambda pair: _or_infinity(pair[0]))
         party.take_down(shown)
         check.move_to(party.of_blocks(shown))
         if not stretch.ends:
             state.shared["count"] = int(state.shared.get("count", 0)) + stretch.num_steps
         check.refresh_statistics()
-    own_loss = losses[0] - check.penalty(losses[0])
     return Walked(own_loss, before, after if taken else before, taken, rate, num_steps)
 
 
@@ -389,9 +489,9 @@ def _take_small_steps(
     walkers, joint = party.walkers, [own.joint for own in party.walkers]
     rates = party.shared_out([rate * float(group["lr"]) for group in met.groups])
     decays = party.shared_out([coupled_decay(group) for group in met.groups])
-    for walker in walkers:
-        walker.show()
     for number in range(stretch.num_steps):
+        for walker in walkers:
+            walker.show()
         taken = parts[number % len(parts)].take(met.batch, rank)
         point = met.make_point(*taken, [own.value for own in walkers], joint)
         _, gradient = point.gradient(looks=number == 0)
@@ -410,14 +510,6 @@ def _take_small_steps(
     sides = [side for walker in walkers for own in walker.sides for side in own]
     point.samples.ledger.add("rotation", rotation_flops(sides, count + 1, count + stretch.num_steps))
     return buffers, losses[0]
-
-
-def _averages(check: Point, party: _Party, origin: Sequence[Tensor]) -> list[tuple[float, Sequence[Tensor]]]:
-    """The mean of late small steps, and halfway between it and what was shown before, with their losses."""
-    late = [own.average() for own in party.walkers]
-    mixed = [torch.lerp(own, shown, 0.5) for own, shown in zip(late, origin, strict=True)]
-    (first,), (second,) = read(check.losses_at(map(party.of_blocks, (late, mixed))))
-    return [(first, late), (second, mixed)]
 
 
 def _or_infinity(value: float) -> float:
@@ -441,25 +533,3 @@ def _parts(sizes: Sequence[int], places: Tensor | None, number: int, num_parts: 
     if places is None:
         places = torch.arange(number, device="cpu")
     return [Role(sizes, own) for own in places.view(-1, num_parts).T.contiguous()]
-
-
-def _kept(
-    states: Sequence[State], name: str, shown: Sequence[Tensor], where: Sequence[Tensor] | None = None
-) -> Tensor:
-    """What was kept of blocks under a name, as one vector; zero, or where they are, for those without.
-
-    Args:
-        states: What was kept of each block; places are kept as their distances from what is shown.
-        name: Of the vector.
-        shown: The parameters.
-        where: Where they are.
-    """
-    if where is None and not any(name in state for state in states):
-        return shown[0].new_zeros(sum(map(len, shown)))
-    found = []
-    for index, (state, own) in enumerate(zip(states, shown, strict=True)):
-        if (kept := state.get(name)) is None:
-            found.append(torch.zeros_like(own) if where is None else where[index])
-        else:
-            found.append(kept.to(own) if where is None else own + kept.to(own))
-    return torch.cat(found)

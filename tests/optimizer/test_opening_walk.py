@@ -346,15 +346,36 @@ def test_batches_that_are_too_small_for_a_stretch_are_walked_on_together() -> No
         assert optimizer.report is not None
         reports.append(optimizer.report)
     assert "small_steps" not in reports[0].work
-    assert {own.work["small_steps"] for own in reports[1:]} == {1}
     assert "1 small step of 64 samples" in str(reports[1])
     assert "1 of 5 until they show" in str(reports[1])
+    assert "checked, with 64 of 128 samples" in str(reports[6])
+    # After 5, 7, 10 and 14 small steps a batch for the check alone, and one that has a small step too.
+    only_checks = [number for number in range(1, 60) if reports[number].work["small_steps"] == 0]
+    assert only_checks == [6, 14, 25, 40]
+    assert {reports[number].work["small_steps"] for number in range(1, 60)} == {0, 1}
     moved = [number for number in range(1, 59) if not torch.equal(shown[number], shown[number + 1])]
-    assert set(moved) <= {6, 13, 23, 37, 57}  # after 5, 7, 10, 14 and 20 small steps
+    assert set(moved) <= {7, 15, 26, 41}
     assert len(moved) >= 3
-    assert reports[6].loss_after is not None
-    assert reports[6].loss_after <= reports[6].loss
+    assert reports[7].loss_after is not None
+    assert reports[7].loss_after <= reports[7].loss
     assert objective(draw(99))[1] < 0.7
+
+
+def test_several_small_batches_tell_what_all_their_samples_tell() -> None:
+    """The losses that judge a stretch are means over the samples of the batches that check it."""
+    model, objective = make()
+    optimizer = BlockHF(blocks.by_layer(model))
+    for number in range(7):
+        optimizer.step(objective, draw(number, 64))
+    state = optimizer.policy_state["walk"].shared
+    ((num_samples, shown, *_),) = state["told"]
+    assert num_samples == 64
+    assert shown == pytest.approx(objective(draw(6, 64))[1].item())
+    before = objective(draw(6, 64))[1] / 2 + objective(draw(7, 64))[1] / 2
+    optimizer.step(objective, draw(7, 64))
+    assert optimizer.report is not None
+    assert optimizer.report.loss == pytest.approx(before.item())
+    assert "told" not in state
 
 
 @pytest.mark.parametrize("size", [32, 64, 256])
@@ -368,23 +389,33 @@ def test_small_batches_train(size: int) -> None:
     assert objective(draw(999))[1].item() < 0.3
 
 
-def test_a_resumed_walk_over_small_batches_goes_on_bit_for_bit() -> None:
+def test_small_batches_may_be_of_any_sizes() -> None:
+    model, objective = make()
+    optimizer = BlockHF(blocks.by_layer(model))
+    for number in range(300):
+        optimizer.step(objective, draw(number, (64, 7, 200, 33)[number % 4]))
+    assert objective(draw(999))[1].item() < 0.5
+
+
+@pytest.mark.parametrize("num_before", [31, 41], ids=["in a stretch", "in its check"])
+def test_a_resumed_walk_over_small_batches_goes_on_bit_for_bit(num_before: int) -> None:
     def go(optimizer: BlockHF, objective: Any, first: int, last: int) -> None:
         for number in range(first, last):
             optimizer.step(objective, draw(number, 64))
 
     model, objective = make(norm=True)
     optimizer = BlockHF(blocks.by_layer(model))
-    go(optimizer, objective, 0, 31)  # in the middle of a stretch
+    go(optimizer, objective, 0, num_before)
     assert optimizer.policy_state["walk"].shared["num_taken"] > 0
+    assert ("told" in optimizer.policy_state["walk"].shared) == (num_before == 41)
     saved = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
-    go(optimizer, objective, 31, 70)
+    go(optimizer, objective, num_before, 80)
     expected = values(model)
     model, objective = make(norm=True)
     optimizer = BlockHF(blocks.by_layer(model))
     model.load_state_dict(saved[0])
     optimizer.load_state_dict(saved[1])
-    go(optimizer, objective, 31, 70)
+    go(optimizer, objective, num_before, 80)
     assert torch.equal(values(model), expected)
 
 
@@ -393,7 +424,7 @@ def test_a_stretch_of_small_batches_that_leads_uphill_is_undone() -> None:
     optimizer = BlockHF(blocks.by_layer(model), walk=AdamWalk(length=1e5))
     optimizer.step(objective, draw(0, 64))
     before = values(model)
-    for number in range(1, 7):
+    for number in range(1, 8):
         optimizer.step(objective, draw(number, 64))
     assert optimizer.report is not None
     assert "led uphill" in optimizer.report.reason

@@ -25,7 +25,7 @@ class Stretch:
     Attributes:
         num_steps: Small steps.
         num_samples: Samples of each.
-        num_checked: Samples on which the loss before and after is compared.
+        num_checked: Samples on which the loss before and after is compared, perhaps of several batches.
         most_samples: The most that a small step may have.
         rotation: What the rotations of a small step may cost, in counted operations.
         is_set: Whether all samples come again, so that their own loss counts: those that it is compared on
@@ -199,13 +199,13 @@ class AdamWalk(Walk):
         passes = PASSES_OF_A_SET if again else PASSES
         # Few samples tell the loss of a stretch that has few; each new number of them has to be counted once.
         is_short = wanted * min(number, passes * num_available // FEWEST_STEPS) < 4 * CHECKED
-        most, fewest = (CHECKED / 8, CHECKED / 16) if is_short else (CHECKED, CHECKED / 4)
-        num_checked = min(math.ceil(max(most / math.sqrt(positions), fewest)), num_available // 4)
+        most_checked, fewest = (CHECKED / 8, CHECKED / 16) if is_short else (CHECKED, CHECKED / 4)
+        num_checked = min(math.ceil(max(most_checked / math.sqrt(positions), fewest)), num_available // 4)
         left = num_available if again else num_available - num_checked
         rotation = self.rotation * GRADIENT * forward * least
         if joins and (taken > 0 or wanted * number > passes * left):
-            most = min(self.max_samples, num_available)
-            num_checked = min(4 * num_checked, CHECKED, num_available)
+            most, wide = min(self.max_samples, num_available), min(4 * num_checked, CHECKED, num_available)
+            num_checked = max(wide, math.ceil(min(4 * most_checked, CHECKED) / math.sqrt(positions)))
             num_steps = min(wanted - taken, num_available // number)
             return Stretch(num_steps, number, num_checked, most, rotation, is_part=True, ends=taken >= wanted)
         if PASSES * left < FEWEST_STEPS * FEWEST_AND_MOST[0]:
