@@ -141,7 +141,28 @@ def test_vectors_and_single_rows_have_no_sides() -> None:
     assert affordable_sides([block], 1e9) == [[Side(5, 1, 4, 1)]]
 
 
-@pytest.mark.parametrize(("first", "last", "refreshed"), [(1, 10, 5), (11, 19, 0), (11, 30, 2)])
-def test_operations_are_counted(first: int, last: int, refreshed: int) -> None:
-    side = Side(0, 3, 5, 1)
-    assert rotation_flops([side], first, last) == (last - first + 1) * 6 * 75 + refreshed * 4 * 125
+@pytest.mark.parametrize(
+    ("first", "last", "counted", "refreshed"),
+    [(1, 10, 10, 5), (11, 19, 9, 0), (11, 30, 15, 1), (21, 60, 20, 2)],
+)
+def test_operations_are_counted(first: int, last: int, counted: int, refreshed: int) -> None:
+    """There and back in each small step; after the first twenty every second gradient is taken in."""
+    expected = (last - first + 1) * 4 * 75 + counted * 2 * 75 + refreshed * 4 * 125
+    assert rotation_flops([Side(0, 3, 5, 1)], first, last) == expected
+
+
+def test_a_gradient_that_counts_for_two_takes_two_steps_of_the_average() -> None:
+    """After the first twenty small steps every second gradient is seen, with the weight of two alike."""
+    torch.manual_seed(0)
+    vector, moments = torch.randn(SIZE, dtype=torch.float64), []
+    for counts in ((22,), (19, 20)):
+        rotation = Rotation(SIDES, {}, vector)
+        rotation.learn(torch.ones_like(vector), *torch.zeros(2, SIZE, dtype=vector.dtype), 1)
+        for count in counts:
+            rotation.learn(vector, *torch.zeros(2, SIZE, dtype=vector.dtype), count)
+        moments.append(rotation.state()["moments"])
+    for own, other in zip(*moments, strict=True):
+        torch.testing.assert_close(own, other)
+    rotation = Rotation(SIDES, {}, vector)
+    rotation.learn(vector, *torch.zeros(2, SIZE, dtype=vector.dtype), 21)
+    assert all(not own.any() for own in rotation.state()["moments"])

@@ -26,6 +26,9 @@ RIDGE = 1e-3
 REFRESH = 10
 """Small steps from one refresh of the eigenvectors to the next; the first ones are powers of two."""
 
+EARLY = 20
+"""After so many small steps only every second gradient counts, and refreshes are half as often."""
+
 
 @dataclass(frozen=True)
 class Side:
@@ -48,9 +51,14 @@ class Side:
         return self.columns if self.axis else self.rows
 
     @property
-    def flops(self) -> int:
-        """Of a small step: there, back, and the second moments."""
-        return 6 * self.rows * self.columns * self.size
+    def turn_flops(self) -> int:
+        """Of a small step, there and back."""
+        return 4 * self.rows * self.columns * self.size
+
+    @property
+    def moment_flops(self) -> int:
+        """Of taking in a gradient."""
+        return 2 * self.rows * self.columns * self.size
 
     @property
     def refresh_flops(self) -> int:
@@ -58,8 +66,8 @@ class Side:
 
     @property
     def price(self) -> float:
-        """Of a small step, with its part of a refresh."""
-        return self.flops + self.refresh_flops / REFRESH
+        """Of an early small step, with its part of a refresh."""
+        return self.turn_flops + self.moment_flops + self.refresh_flops / REFRESH
 
     def of(self, vector: Tensor) -> Tensor:
         """The matrix, as a view."""
@@ -122,17 +130,18 @@ class Rotation:
         return {"moments": self._moments, "bases": self._bases}
 
     def learn(self, gradient: Tensor, mean: Tensor, square: Tensor, count: int) -> None:
-        """Take in a gradient, the ``count``-th.
+        """See a gradient, the ``count``-th.
 
         Where the coordinates change, ``mean`` is turned along, and ``square``, which cannot be turned, goes
         into their new order.
         """
         if not self._sides:
             return
-        for side, moments in zip(self._sides, self._moments, strict=True):
-            matrix = side.of(gradient).T if side.axis else side.of(gradient)
-            share = 1 - MEMORY if count > 1 else 1.0
-            moments.addmm_(matrix, matrix.T, beta=1 - share, alpha=share)
+        if counts(count):
+            share = 1 - MEMORY ** (1 if count <= EARLY else 2) if count > 1 else 1.0
+            for side, moments in zip(self._sides, self._moments, strict=True):
+                matrix = side.of(gradient).T if side.axis else side.of(gradient)
+                moments.addmm_(matrix, matrix.T, beta=1 - share, alpha=share)
         if is_refreshed(count):
             old = self.back_(mean.clone())
             found = [
@@ -186,12 +195,22 @@ def _nearer(moments: Tensor, basis: Tensor, ridge: float) -> tuple[Tensor, Tenso
     return found, order
 
 
+def counts(count: int) -> bool:
+    """Whether the second moments take in the gradient of this small step."""
+    return count <= EARLY or count % 2 == 0
+
+
 def is_refreshed(count: int) -> bool:
     """Whether the eigenvectors are taken anew at this small step."""
-    return count % REFRESH == 0 or (count < REFRESH and count & (count - 1) == 0)
+    period = REFRESH if count <= EARLY else 2 * REFRESH
+    return count % period == 0 or (count < REFRESH and count & (count - 1) == 0)
 
 
 def rotation_flops(sides: Sequence[Side], first: int, last: int) -> int:
     """Of the small steps with these numbers."""
-    num_refreshed = sum(map(is_refreshed, range(first, last + 1)))
-    return sum((last + 1 - first) * side.flops + num_refreshed * side.refresh_flops for side in sides)
+    steps = range(first, last + 1)
+    num_counted, num_refreshed = sum(map(counts, steps)), sum(map(is_refreshed, steps))
+    return sum(
+        len(steps) * side.turn_flops + num_counted * side.moment_flops + num_refreshed * side.refresh_flops
+        for side in sides
+    )
