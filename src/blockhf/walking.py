@@ -451,17 +451,20 @@ def _conclude(
     own_loss, (before, half, after, *rest) = known or _asked(check, party, places)
     num_steps = int(state.shared["num_taken"]) if stretch.ends else stretch.num_steps
     taken, factor = judged = policy.judge(rest[0] if rest else before, half, after)
-    policy.update(stretch, rate, judged, state.shared)
+    found: list[tuple[float, Sequence[Tensor]]] = [(before, origin), (after, places[2])]
+    gains = False
+    if taken and policy.averages and factor <= 1:  # where noise has a part in it
+        averages = _averages(party, origin)
+        means = rest[1:] or _asked(check, party, averages)[1]
+        found += zip(means, averages, strict=True)
+        gains = policy.gains(before, means[0], after)
+    policy.update(stretch, rate, judged, state.shared, gains=gains)
     if not taken:
         check.move_to(check.origin)
         with torch.no_grad():
             for buffer, value in buffers:
                 buffer.copy_(value)
     else:
-        found: list[tuple[float, Sequence[Tensor]]] = [(before, origin), (after, places[2])]
-        if policy.averages and factor <= 1:  # where noise has a part in it
-            averages = _averages(party, origin)
-            found += zip(rest[1:] or _asked(check, party, averages)[1], averages, strict=True)
         after, shown = min(found, key=lambda pair: _or_infinity(pair[0]))
         party.take_down(shown)
         check.move_to(party.of_blocks(shown))

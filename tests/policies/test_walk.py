@@ -75,6 +75,29 @@ def test_noise_is_met_by_samples_and_steps_that_are_too_far_by_the_rate_as_well(
     assert (state["rate"], state["num_samples"]) == (pytest.approx(rate), samples)
 
 
+def test_a_rate_stays_where_the_mean_of_small_steps_gains_in_spite_of_noise() -> None:
+    walk, noise = AdamWalk(), (True, 0.5)
+    assert walk.gains(before=3.0, mean=2.0, after=3.9)
+    assert not walk.gains(before=3.0, mean=2.0, after=4.1)
+    for stretch, judged, rate in (
+        (Stretch(50, 128, 256, most_samples=128), noise, 0.01),
+        (Stretch(50, 128, 256, most_samples=128), (True, 0.3), 0.01 / 1.5),  # too far
+        (STRETCH, noise, 0.01),
+    ):
+        state: dict[str, Any] = {"num_samples": stretch.num_samples}
+        walk.update(stretch, 0.01, judged, state, gains=True)
+        assert state["rate"] == pytest.approx(rate)
+        assert state["num_samples"] == min(2 * stretch.num_samples, stretch.most_samples)
+
+
+@pytest.mark.parametrize(("num_samples", "checked"), [(64, 256), (256, 400), (2048, 3200), (4096, 6400)])
+def test_a_stretch_is_checked_with_a_share_of_its_samples(num_samples: int, checked: int) -> None:
+    state = {"num_steps": 50, "num_samples": num_samples}
+    stretch = AdamWalk().stretch(600_000, 1e6, 1000, 1, state)
+    assert stretch is not None
+    assert (stretch.num_steps, stretch.num_samples, stretch.num_checked) == (50, num_samples, checked)
+
+
 def test_a_loss_that_only_rises_undoes_the_stretch() -> None:
     """With noise the middle is below the ends, so that this is none; the next stretch is no longer."""
     walk, state = AdamWalk(), {"num_steps": 14}

@@ -101,10 +101,11 @@ class AdamWalk(Walk):
     through the three has its lowest point at ``t`` times the stretch. Above 1.2 the rate grows by ``t``, at
     most by ``rise``. Where both ends have the same loss and the middle is lower, ``t`` is 1/2: then the steps
     go to and fro by noise. So below 0.6 small steps take twice the samples. Below 0.4, which is too far, the
-    rate falls by ``change``. Where they have the most samples already, it falls too, and stretches grow as
-    much. Below 0 the stretch is undone, and the rate halved.
+    rate falls by ``change``. Where they have the most samples already and their mean gains little, it falls
+    too, and stretches grow as much. Below 0, or where the loss only rises, the stretch is undone, and the
+    rate halved.
 
-    Where batches are too small for a stretch, it goes over several of them, and the next one tells the loss.
+    Where batches are too small for a stretch, it goes over several of them, and the next ones tell the loss.
 
     What the walk shows are averages: of the small steps at the end, those of the stretch's second half, and
     halfway between these and what it showed before, the parameters with the lowest loss on those samples.
@@ -199,13 +200,14 @@ class AdamWalk(Walk):
         passes = PASSES_OF_A_SET if again else PASSES
         # Few samples tell the loss of a stretch that has few; each new number of them has to be counted once.
         is_short = wanted * min(number, passes * num_available // FEWEST_STEPS) < 4 * CHECKED
-        most_checked, fewest = (CHECKED / 8, CHECKED / 16) if is_short else (CHECKED, CHECKED / 4)
+        full = max(CHECKED, wanted * number // CHECKED_SHARE)
+        most_checked, fewest = (CHECKED / 8, CHECKED / 16) if is_short else (full, CHECKED / 4)
         num_checked = min(math.ceil(max(most_checked / math.sqrt(positions), fewest)), num_available // 4)
         left = num_available if again else num_available - num_checked
         rotation = self.rotation * GRADIENT * forward * least
         if joins and (taken > 0 or wanted * number > passes * left):
-            most, wide = min(self.max_samples, num_available), min(4 * num_checked, CHECKED, num_available)
-            num_checked = max(wide, math.ceil(min(4 * most_checked, CHECKED) / math.sqrt(positions)))
+            most, wide = min(self.max_samples, num_available), min(4 * num_checked, full, num_available)
+            num_checked = max(wide, math.ceil(min(4 * most_checked, full) / math.sqrt(positions)))
             num_steps = min(wanted - taken, num_available // number)
             return Stretch(num_steps, number, num_checked, most, rotation, is_part=True, ends=taken >= wanted)
         if PASSES * left < FEWEST_STEPS * FEWEST_AND_MOST[0]:
@@ -236,14 +238,26 @@ class AdamWalk(Walk):
             return False, 0.5
         return True, min(lowest, self.rise) if lowest > 1.2 else 1.0 if lowest > 0.6 else max(lowest, 0.2)
 
-    def update(self, stretch: Stretch, rate: float, judged: tuple[bool, float], state: State) -> None:
-        """Change rate, samples and length of the next stretch."""
+    def gains(self, before: float, mean: float, after: float) -> bool:
+        """Whether the mean of late small steps gains more than half of what noise has put onto the last."""
+        return before - mean > (after - mean) / 2
+
+    def update(
+        self,
+        stretch: Stretch,
+        rate: float,
+        judged: tuple[bool, float],
+        state: State,
+        *,
+        gains: bool = False,
+    ) -> None:
+        """Change rate, samples and length of the next stretch, where this one ``gains`` in spite of noise."""
         taken, factor = judged
         number = stretch.num_samples
         most = max(int(state.get("num_steps", self.first_steps)), stretch.num_steps)
         num_steps = max(min(math.ceil(GROWTH * most), self.max_steps), most) if taken else most
-        if taken and factor < 1:
-            is_noise = 2 * number <= stretch.most_samples
+        is_noise = 2 * number <= stretch.most_samples
+        if taken and factor < 1 and (is_noise or not gains or factor <= 0.4):
             number = 2 * number if is_noise else number
             factor = 1.0 if is_noise and factor > 0.4 else 1 / self.change
             if not is_noise and most >= self.max_steps:
@@ -331,6 +345,9 @@ FEWEST_STEPS = 10
 
 CHECKED = 256
 """Samples that a long stretch is checked with; a quarter of them where each has many predictions."""
+
+CHECKED_SHARE = 32
+"""With one for so many of its small steps' samples, where these are more."""
 
 PASSES, PASSES_OF_A_SET = 2, 16
 """How often a stretch may go through a batch, and through one that comes again."""
