@@ -256,11 +256,11 @@ class AdamWalk(Walk):
         number = stretch.num_samples
         most = max(int(state.get("num_steps", self.first_steps)), stretch.num_steps)
         num_steps = max(min(math.ceil(GROWTH * most), self.max_steps), most) if taken else most
-        is_noise = 2 * number <= stretch.most_samples
-        if taken and factor < 1 and (is_noise or not gains or factor <= 0.4):
-            number = 2 * number if is_noise else number
-            factor = 1.0 if is_noise and factor > 0.4 else 1 / self.change
-            if not is_noise and most >= self.max_steps:
+        if taken and factor < 1:
+            is_met = 2 * number <= stretch.most_samples  # by more samples
+            number = 2 * number if is_met else number
+            factor = 1.0 if factor > 0.4 and (is_met or gains) else 1 / self.change
+            if factor < 1 and not is_met and most >= self.max_steps:
                 num_steps = min(math.ceil(self.change * num_steps), LONGEST * self.max_steps)
         state.update(rate=rate * factor, num_samples=number, num_steps=num_steps, num_taken=0)
 
