@@ -24,7 +24,7 @@ FLOORS = [
     {"policies"},
     {"plan", "points"},
     {"meshes"},
-    {"hints", "meeting", "options", "update"},
+    {"hints", "meeting", "options", "update", "walkers"},
     {"bookkeeping", "walking"},
     {"opening"},
     {"methods"},

@@ -381,8 +381,7 @@ class BlockHF(NamedMethods):
                 ledger=self.ledger,
                 structure=structure,
             )
-            decay = {} if joint else self._weight_decay()
-            return Point(samples, linearizer, before.origin if origin is None else origin, decay)
+            return Point(samples, linearizer, origin or before.origin, {} if joint else self._weight_decay())
 
         return Meeting(
             batch=batch,
