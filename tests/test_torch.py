@@ -196,6 +196,17 @@ def test_wrappers_of_vmap_are_known(monkeypatch: pytest.MonkeyPatch) -> None:
     assert known() == expected
 
 
+@pytest.mark.parametrize("has_name", [True, False])
+def test_tensors_are_copied_into_others(has_name: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not has_name:
+        monkeypatch.delattr(torch, "_foreach_copy_")
+    into = [torch.zeros(3), torch.zeros(2, 2, dtype=torch.float64)]
+    own = [torch.ones(3), torch.eye(2, dtype=torch.float64)]
+    _torch.copy_each(list(zip(into, own, strict=True)))
+    for a, b in zip(into, own, strict=True):
+        assert torch.equal(a, b)
+
+
 def test_devices_are_found_without_torch_accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
     used: list[int] = []
     monkeypatch.delattr(torch, "accelerator")
