@@ -25,16 +25,8 @@ from blockhf.policy import State
 class FixedRate(AdamWalk):
     """A walk whose rate stays what it was at first; samples and lengths of stretches adapt as ever."""
 
-    def update(
-        self,
-        stretch: Stretch,
-        rate: float,
-        judged: tuple[bool, float],
-        state: State,
-        *,
-        gains: bool = False,
-    ) -> None:
-        super().update(stretch, rate, judged, state, gains=gains)
+    def update(self, stretch: Stretch, rate: float, judged: Any, state: State, **rest: bool) -> None:
+        super().update(stretch, rate, judged, state, **rest)
         state["rate"] = rate
 
 
